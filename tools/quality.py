@@ -29,13 +29,15 @@ from weft.engine.wire.messages import AddRequest
 from weft.engine.wire.sampling import SamplingParams
 
 FORMATS: dict[str, dict[str, Any]] = {
-    "float32": {"dtype": "float32", "device": "cpu"},
-    "bf16": {"dtype": "bfloat16"},
+    "float32": {"dtype": "float32", "device": "cpu", "quantization": "none"},
+    "packed": {"dtype": "float32", "device": "cpu"},
+    "bf16": {"dtype": "bfloat16", "quantization": "none"},
     "FP8 weights": {"dtype": "bfloat16", "quantization": "fp8"},
-    "FP8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+    "FP8 KV": {"dtype": "bfloat16", "quantization": "none", "kv_cache_dtype": "fp8"},
     "FP8 weights and KV": {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8"},
 }
-"""Engine options of each format. The first is the reference, which no GPU serves."""
+"""Engine options of each format. The first is the reference, which no GPU serves. "packed" is what a CPU serves from a
+checkpoint in 4 or 8 bits: its codes, with activations in int8."""
 
 
 class Scores(NamedTuple):

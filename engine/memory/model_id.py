@@ -38,8 +38,10 @@ def model_id(config: EngineConfig, layout: KvLayout, spec: ModelSpec, dtype: tor
         if vision_of(read_config(path)) is not None:  # what its tower gets depends on its image processor
             for file in (path / "preprocessor_config.json", path / "processor_config.json"):
                 digest.update(file.read_bytes() if file.is_file() else b"")
-        if config.quantization is not None:
+        if config.quantization == "fp8":
             digest.update(f"as {config.quantization}".encode())
+        if spec.native and spec.packed is not None:  # its products round activations to int8
+            digest.update(b"packed")
         if config.load_format == "dummy":
             digest.update(f"dummy {config.seed}".encode())
             if config.dummy_weights != "plain":

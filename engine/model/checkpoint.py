@@ -16,6 +16,7 @@ from torch import Tensor
 
 from weft.engine.errors import ModelError, refuse_pointer
 from weft.engine.model.index import read_index
+from weft.kernels.formats.packed_rows import PackedForm
 
 
 class Part(NamedTuple):
@@ -55,6 +56,13 @@ class Stored(NamedTuple):
     by_rows: bool = False  # `decode` also converts some of the rows.
 
 
+class Packing(NamedTuple):
+    """How a matrix of a checkpoint, or a part of it, can be kept in 4 or 8 bits: see `PackedRows`."""
+
+    form: PackedForm
+    order: Tensor | None = None
+
+
 class TensorSource(Protocol):
     """The tensors of a checkpoint by name."""
 
@@ -63,6 +71,10 @@ class TensorSource(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
     def __call__(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Stored: ...
+
+    def packing(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Packing | None: ...
+
+    def packed(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Stored: ...
 
     def shape_of(self, name: str) -> tuple[int, ...]: ...
 
@@ -79,9 +91,15 @@ class Tensors:
     known: Callable[[str], bool] | None  # Whether a name exists; None: any requested name does, in the plainest form.
     dtype: torch.dtype  # Serving dtype.
     shapes: Callable[[str], tuple[int, ...]] | None = None  # Shape in the files of a known name.
+    packings: Callable[[str, tuple[int, ...], Part], Packing | None] | None = None
+    """How matrices `[out, inner]` are kept in 4 or 8 bits; None: no matrix is. A packed one is requested as uint8."""
 
     def get(self, name: str, shape: tuple[int, ...], part: Part = WHOLE, dtype: torch.dtype | None = None) -> Tensor:
         return self.source(name, shape, part, dtype or self.dtype)
+
+    def packing(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Packing | None:
+        """Return how to keep a matrix packed; None: not."""
+        return None if self.packings is None or not self.has(name) else self.packings(name, shape, part)
 
     def has(self, name: str) -> bool:
         return self.known is not None and self.known(name)
@@ -160,6 +178,14 @@ class Checkpoint:
         if part.of == 1:
             return Stored(self.whole(inside, file))
         return Stored(self._read(inside, file, lambda f, name: f.get_slice(name)[part.of_whole(shape)]))
+
+    def packing(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Packing | None:  # noqa: ARG002
+        """Return how a matrix `[out, inner]` can be kept packed; None: not."""
+        return None
+
+    def packed(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Stored:
+        """Return a matrix for which `packing` is not None, decoded to the bytes of `PackedRows`."""
+        raise NotImplementedError
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape in the files of an existing tensor."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from weft.engine.model.checkpoint import Stored
 from weft.engine.model.finite import FiniteCheck
+from weft.kernels.formats.packed_rows import PackedForm, floats_of
 
 MOST_THREADS = 16  # Beyond this, threads wait for each other's Python code.
 PIECE = 1 << 20  # Values that a thread converts at once.
@@ -25,6 +26,19 @@ class Wanted(NamedTuple):
     stored: Stored
     shape: tuple[int, ...]
     dtype: torch.dtype
+    packed: tuple[PackedForm, int] | None = None  # Form and columns of a matrix that is kept packed.
+
+    @property
+    def target(self) -> tuple[int, ...]:
+        """The shape of the tensor in memory."""
+        return self.shape if self.packed is None else (self.shape[0], self.packed[0].row_bytes(self.packed[1]))
+
+    def check(self, finite: FiniteCheck, made: Tensor) -> None:
+        """Add the tensor, or some of its rows, to the check."""
+        if self.packed is not None:
+            finite.add(self.name, floats_of(made, *self.packed))
+        elif self.dtype.is_floating_point:
+            finite.add(self.name, made)
 
 
 class Conversion:
@@ -63,19 +77,19 @@ class Conversion:
         return tensor
 
     def _begin(self, wanted: Wanted) -> None:
-        name, stored, shape, dtype = wanted
+        stored = wanted.stored
         with torch.inference_mode(False):  # The mode belongs to a thread, and other threads write the tensor.
-            target = torch.empty(shape, dtype=dtype)
+            target = torch.empty(wanted.target, dtype=wanted.dtype)
         whole = stored.decode is not None and not stored.by_rows
         pieces = [(stored.raw, target)] if whole else _pieces(stored.raw, target)
-        self._coming.append((target, [self._pool.submit(self._convert, name, stored, *piece) for piece in pieces]))
+        self._coming.append((target, [self._pool.submit(self._convert, wanted, *piece) for piece in pieces]))
         self._ahead += target.nbytes
 
-    def _convert(self, name: str, stored: Stored, raw: Tensor, target: Tensor) -> None:
-        values = raw if stored.decode is None else stored.decode(raw, target.dtype)
+    def _convert(self, wanted: Wanted, raw: Tensor, target: Tensor) -> None:
+        decode = wanted.stored.decode
+        values = raw if decode is None else decode(raw, target.dtype)
         target.copy_(values.reshape(target.shape))
-        if target.dtype.is_floating_point:
-            self._finite.add(name, target)
+        wanted.check(self._finite, target)
 
 
 def _pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -46,7 +46,10 @@ def describe(spec: ModelSpec) -> list[tuple[str, str]]:
         own = spec.integers
         by = f"groups of {own.group} columns" if own.group else "rows"
         rows.append(
-            ("weights on disk", f"{own.bits} bits as {own.method} has them, scales of {by}; 16 bits once loaded")
+            (
+                "weights on disk",
+                f"{own.bits} bits as {own.method} has them, scales of {by}; a CPU may keep them, a GPU makes them 16 bits",
+            )
         )
     tied = "tied" if spec.tie_embeddings else "untied"
     rows.append(("vocabulary", f"{spec.vocab_size} tokens, {tied}{_scales(spec)}"))

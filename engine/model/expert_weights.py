@@ -16,7 +16,7 @@ from torch import Tensor
 from weft.engine.model import matrices
 from weft.engine.model.checkpoint import WHOLE, Part, Tensors
 from weft.engine.model.families.family import TensorNames
-from weft.engine.model.matrices import Unpacked
+from weft.engine.model.matrices import QuantizedMatrix, Unpacked
 from weft.engine.model.parts import Experts
 from weft.engine.model.spec import ModelSpec
 from weft.kernels.matmul import weight_layout as pack
@@ -103,6 +103,7 @@ class ExpertWeights:
             return read(name, count, out, inner, own)
         whole = read(name, count, out, inner * own.of, WHOLE)
         whole = matrices.quantize(whole) if isinstance(whole, Tensor) else whole
+        assert isinstance(whole, QuantizedMatrix)  # stacked experts are never packed
         values = whole.weight.values[own.of_whole((count, out, inner))].contiguous()
         return whole._replace(weight=whole.weight._replace(values=values))
 

@@ -34,7 +34,7 @@ def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
     if is_encoder(raw):
         raise ModelError(f"{architecture(raw)} is an encoder: it does not generate text")
     name = architecture(raw)
-    if config.quantization is not None:
+    if config.quantization == "fp8":
         raise ModelError(
             f"--quantization {config.quantization} needs weft's own layers, but transformers' code computes {name}"
         )
@@ -75,7 +75,7 @@ def _text_only(path: Path, *, native: bool = False) -> str:
 
 def in_format(spec: ModelSpec, quantization: str | None) -> ModelSpec:
     """Return the spec with `--quantization` applied; an FP8 checkpoint stays as it is."""
-    if quantization is None or spec.quantization is not None:
+    if quantization != "fp8" or spec.quantization is not None:
         return spec
     return replace(spec, quantization=Quantization(quantization, at_load=True))
 

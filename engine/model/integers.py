@@ -1,12 +1,13 @@
-"""`IntegerCheckpoint`: dequantizes low-bit integer matrices (AWQ, GPTQ, llm-compressor) while loading.
+"""`IntegerCheckpoint`: reads low-bit integer matrices (AWQ, GPTQ, llm-compressor), dequantized or as `PackedRows`.
 
-A value is `(code - zero) * scale`; the columns of a group share zero and scale. It is computed exactly in float32 and
-rounded once to the serving dtype, so such a model takes the memory of a 16-bit one.
+A value is `(code - zero) * scale`; the columns of a group share zero and scale. Dequantized, it is computed exactly in
+float32 and rounded once to the serving dtype, so such a model takes the memory of a 16-bit one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 
 from weft.engine.errors import ModelError
-from weft.engine.model.checkpoint import WHOLE, Checkpoint, Part, Stored
+from weft.engine.model.checkpoint import WHOLE, Checkpoint, Packing, Part, Stored
 from weft.engine.model.parts import Integers
 from weft.engine.model.spec import ModelSpec
+from weft.kernels.formats.packed_rows import COLUMNS, PackedForm, pack_rows
 
 GIB = 1 << 30
 WORD = 32  # Bits of the integers that codes are packed into.
@@ -79,6 +81,42 @@ class IntegerCheckpoint(Checkpoint):
         module = self._module(name)
         if module is None:
             return super().__call__(name, shape, part)
+        return self._stored(module, shape, part, dequantize)
+
+    def packing(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Packing | None:
+        """See `Checkpoint`. Groups that are not multiples of 32 columns, also those of a rank's part, are not kept."""
+        module = self._module(name)
+        if module is None or len(shape) != 2:
+            return None
+        _, inner = part.whole(shape)
+        own, group = part.of_whole(shape)[1] if part.of > 1 else slice(None), self._form.group or inner
+        begin, end = own.start or 0, inner if own.stop is None else own.stop
+        order = None
+        if (end_of_groups := self._ends.groups) and super().__contains__(module + end_of_groups):
+            groups = super().__call__(module + end_of_groups, (inner,)).raw[begin:end].long()
+            if bool((groups < 0).any()):
+                return None  # Reading it reports the damage.
+            if bool((groups[1:] < groups[:-1]).any()):
+                order = torch.argsort(groups, stable=True)
+            size = math.gcd(*groups.bincount().tolist())
+        else:
+            size = math.gcd(group, begin, end)
+        if size < COLUMNS or size % COLUMNS:
+            return None
+        bits = 8 if self._form.bits == 8 else 4
+        return Packing(PackedForm(bits, size, 1 << (self._form.bits - 1), not self._form.symmetric), order)
+
+    def packed(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Stored:
+        """See `Checkpoint`."""
+        module, packing = self._module(name), self.packing(name, shape, part)
+        assert module is not None
+        assert packing is not None
+        return self._stored(module, shape, part, partial(_packed, packing))
+
+    def _stored(
+        self, module: str, shape: tuple[int, ...], part: Part, decode: Callable[[Codes, Tensor, torch.dtype], Tensor]
+    ) -> Stored:
+        """Return the codes of a module's matrix, to be decoded together with its scales and zeros."""
         out, inner = whole = part.whole(shape)
         form, per_word = self._form, WORD // self._form.bits
         group = form.group or inner
@@ -119,7 +157,7 @@ class IntegerCheckpoint(Checkpoint):
         own_columns = _words(columns, per_word) if packed == "in" else columns
         raw = codes[own_rows, own_columns] if rows_first else codes[own_columns, own_rows]
         self.unpacked += raw.nbytes
-        return Stored(raw, partial(dequantize, Codes(form, scales, zeros, groups, rows, columns)))
+        return Stored(raw, partial(decode, Codes(form, scales, zeros, groups, rows, columns)))
 
     def _check_metadata(self, module: str, shape: tuple[int, int]) -> None:
         """Check that the file's other tensors of a matrix `[out, in]` agree with how its codes are read."""
@@ -168,10 +206,9 @@ def _unpack(words: Tensor, bits: int, dim: int, order: Iterable[int] | None = No
     return ((words.unsqueeze(dim + 1) >> shifts) & ((1 << bits) - 1)).to(torch.uint8).flatten(dim, dim + 1)
 
 
-def dequantize(codes: Codes, raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `[rows, columns]` in `dtype` from the words `raw`, on their device."""
-    form, device = codes.form, raw.device
-    bits, per_word = form.bits, WORD // form.bits
+def _scales_and_zeros(codes: Codes, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return both as float32 `[rows, groups]`."""
+    form, bits = codes.form, codes.form.bits
     rows_first, order = form.method == "compressed-tensors", AWQ_ORDER if form.method == "awq" else None
     scales = codes.scales.to(device).float()
     if codes.zeros is None:
@@ -182,28 +219,61 @@ def dequantize(codes: Codes, raw: Tensor, dtype: torch.dtype) -> Tensor:
             zeros = (zeros + 1) % (1 << bits)
     if not rows_first:
         scales, zeros = scales.t(), zeros.t()
-    scales, zeros = scales[codes.rows], zeros[codes.rows]
+    return scales[codes.rows], zeros[codes.rows]
+
+
+def _group_of(codes: Codes, device: torch.device) -> Tensor:
+    """Return the group of each column."""
     first, last = codes.columns.start, codes.columns.stop
     if codes.groups is None:
-        group_of = torch.arange(first, last, device=device) // (form.group or last)
-    else:
-        group_of = codes.groups[codes.columns].to(device).long()
-    out = torch.empty(len(scales), last - first, dtype=dtype, device=device)
+        return torch.arange(first, last, device=device) // (codes.form.group or last)
+    return codes.groups[codes.columns].to(device).long()
+
+
+def _packed(packing: Packing, codes: Codes, raw: Tensor, _dtype: torch.dtype) -> Tensor:
+    """Return the bytes of `PackedRows` from the words `raw`."""
+    form, order = packing
+    scales, zeros = _scales_and_zeros(codes, raw.device)
+    group_of = _group_of(codes, raw.device)
+    group_of = (group_of if order is None else group_of[order])[:: form.group]
+    unpacked = torch.empty(len(scales), codes.columns.stop - codes.columns.start, dtype=torch.uint8)
+    for own, some in _unpacked(codes, raw, len(scales)):
+        unpacked[:, own] = some
+    if order is not None:
+        unpacked = unpacked[:, order]
+    scale = scales[:, group_of]
+    low = (form.centre - zeros[:, group_of]) * scale if form.low else None
+    return pack_rows(unpacked, scale, low, form)
+
+
+def dequantize(codes: Codes, raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `[rows, columns]` in `dtype` from the words `raw`, on their device."""
+    device = raw.device
+    scales, zeros = _scales_and_zeros(codes, device)
+    group_of = _group_of(codes, device)
+    out = torch.empty(len(scales), len(group_of), dtype=dtype, device=device)
+    for own, some in _unpacked(codes, raw, len(scales)):
+        at = group_of[own]
+        out[:, own] = ((some.float() - zeros[:, at]) * scales[:, at]).to(dtype)
+    return out
+
+
+def _unpacked(codes: Codes, raw: Tensor, count: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield spans of the part's columns with their codes, `[rows, columns]` uint8."""
+    form, bits, per_word = codes.form, codes.form.bits, WORD // codes.form.bits
+    rows_first, order = form.method == "compressed-tensors", AWQ_ORDER if form.method == "awq" else None
+    first, last = codes.columns.start, codes.columns.stop
     rowwise = form.method == "awq"
     base = first if rowwise else first // per_word * per_word  # the column that `raw` begins with
-    step = max(1, CHUNK // max(1, len(out)) // per_word) * per_word
+    step = max(1, CHUNK // max(1, count) // per_word) * per_word
     for begin in range(base, last, step):
         end = min(begin + step, last)
         span = slice(begin - base, end - base)
         if rowwise:
             row = codes.rows.start % per_word
-            some = _unpack(raw[span], bits, 1, order)[:, row : row + len(out)].t()
+            some = _unpack(raw[span], bits, 1, order)[:, row : row + count].t()
         elif rows_first:
             some = _unpack(raw[:, _words(span, per_word)], bits, 1)
         else:
             some = _unpack(raw[_words(span, per_word)], bits, 0).t()
-        some = some[:, max(0, first - begin) : end - begin]
-        own = slice(max(begin, first) - first, end - first)
-        at = group_of[own]
-        out[:, own] = ((some.float() - zeros[:, at]) * scales[:, at]).to(dtype)
-    return out
+        yield slice(max(begin, first) - first, end - first), some[:, max(0, first - begin) : end - begin]

@@ -17,7 +17,10 @@ from weft.engine.model.matrices import QuantizedMatrix, Unpacked
 from weft.engine.model.parts import Experts, Latent, Recurrence
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.state_weights import StateWeights, read_state_weights
-from weft.kernels.formats.fp8_matrix import Fp8Matrix, Matrix
+from weft.kernels.formats.fp8_matrix import Fp8Matrix
+from weft.kernels.formats.matrix import Matrix
+from weft.kernels.formats.packed_matrix import PackedMatrix
+from weft.kernels.formats.packed_rows import PackedRows
 from weft.kernels.matmul import weight_layout as pack
 
 
@@ -25,9 +28,9 @@ from weft.kernels.matmul import weight_layout as pack
 class ProjectionWeights:
     """The weights of one operation of a layer, in the layout of `kernels.matmul.weight_layout`.
 
-    The preceding norm is folded in, except into quantized matrices (`fp8`)."""
+    The preceding norm is folded in, except into quantized matrices (`fp8`, `packed`)."""
 
-    weight: Tensor  # [out, inner]; experts: `[experts, out, inner]`; router: float32; quantized: e4m3.
+    weight: Tensor  # [out, inner]; experts: `[experts, out, inner]`; router: float32; quantized: e4m3 or codes.
     bias: Tensor | None = None  # [out]; experts: `[experts, out]`.
     q_norm: Tensor | None = None  # [D], or [Hq * D] if one norm covers all heads.
     k_norm: Tensor | None = None  # [D], or [Hkv * D].
@@ -36,11 +39,19 @@ class ProjectionWeights:
     gate: Tensor | None = None  # [1, H]: gate of a shared expert.
     choice_bias: Tensor | None = None  # [experts] float32, of a router.
     fp8: Fp8Matrix | None = None  # The same weight with its scales and the preceding norm, if quantized.
+    packed: PackedMatrix | None = None  # The same weight in 4 or 8 bits; rows of gate and up then do not alternate.
     state: StateWeights | None = None  # The other weights of a recurrence, with its input projection.
 
     @property
     def matrix(self) -> Matrix:
         """The matrix as a reference implementation reads it."""
+        if self.packed is not None:
+            return self.packed
+        return self.weight if self.fp8 is None else self.fp8
+
+    @property
+    def of_experts(self) -> Tensor | Fp8Matrix:
+        """The matrices of experts, which are never packed."""
         return self.weight if self.fp8 is None else self.fp8
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -48,9 +59,25 @@ class ProjectionWeights:
         own = [getattr(self, field.name) for field in fields(self)]
         if self.fp8 is not None:
             own += [self.fp8.weight.scale, self.fp8.input_scale, self.fp8.norm, self.fp8.norm_bias]
+        if self.packed is not None:
+            own += self.packed.tensors()
         if self.state is not None:
             own += [getattr(self.state, field.name) for field in fields(self.state)]
         return tuple(tensor for tensor in own if isinstance(tensor, Tensor))
+
+
+def _packed_both(one: Unpacked, other: Unpacked) -> bool:
+    return isinstance(one, PackedRows) and isinstance(other, PackedRows)
+
+
+def _packed(
+    rows: PackedRows, bias: Tensor | None, norm: Tensor | None = None, norm_bias: Tensor | None = None, *,
+    centred: bool = False,
+) -> ProjectionWeights:  # fmt: skip
+    if rows.data.is_meta:  # only shapes are wanted
+        return ProjectionWeights(rows.data, bias)
+    matrix = PackedMatrix.of(rows, norm, norm_bias, centred=centred)
+    return ProjectionWeights(matrix.tiles.codes, bias, packed=matrix)
 
 
 LayerWeights = Mapping[str, ProjectionWeights]  # Weights by operation.
@@ -104,6 +131,11 @@ class _Layer:
     def read(self, name: str, out: int, inner: int, part: Part) -> Unpacked:
         found = self.stored(name, out, inner, part)
         return matrices.dequantize(found, self.tensors.dtype) if self.spec.widened else found
+
+    def _widened(self, name: str, out: int, inner: int, part: Part = WHOLE) -> Unpacked:
+        """Read a matrix of an expert, which no kernel reads in 4 or 8 bits."""
+        found = self.matrix(name, out, inner, part)
+        return found.values(self.tensors.dtype) if isinstance(found, PackedRows) else found
 
     def stored(self, name: str, out: int, inner: int, part: Part = WHOLE) -> Unpacked:
         """Read a matrix in the checkpoint's format."""
@@ -190,6 +222,9 @@ class _Layer:
             return ProjectionWeights(*self.folded(own, norm, bias))
         before, spec = self.spec.placement.before, self.spec
         shift = self.bias(norm, spec.hidden_size) if before and spec.norm.bias else None
+        if isinstance(own, PackedRows):
+            weight_of_norm = self.norm(norm) if before else None
+            return _packed(own, bias, weight_of_norm, shift, centred=before and spec.norm.centred)
         matrix = self.fp8_matrix(own, self.norm(norm) if before else None, shift, before and spec.norm.centred)
         return ProjectionWeights(own.weight.values, bias, fp8=matrix)
 
@@ -202,7 +237,17 @@ class _Layer:
         own = matrices.scaled(self.in_format(weight), scale)
         if isinstance(own, Tensor):
             return ProjectionWeights(own, bias, post_norm=post_norm)
+        if isinstance(own, PackedRows):
+            return replace(_packed(own, bias), post_norm=post_norm)
         return ProjectionWeights(own.weight.values, bias, post_norm=post_norm, fp8=self.fp8_matrix(own))
+
+    def _without_norm(self, own: Unpacked) -> ProjectionWeights:
+        """Return a projection whose input is normalized before."""
+        if isinstance(own, Tensor):
+            return ProjectionWeights(own)
+        if isinstance(own, PackedRows):
+            return _packed(own, None)
+        return ProjectionWeights(own.weight.values, fp8=self.fp8_matrix(own))
 
     def in_format(self, weight: Unpacked) -> Unpacked:
         """Quantize a matrix if requested and not done by the checkpoint."""
@@ -294,10 +339,7 @@ class _Layer:
                 self.map_rows(projected, self.matrix(names.query_up, queries, own.query_rank, self.rows))
             )
             q_norm = self.tensors.get(f"{self.prefix}{names.query_norm}.weight", (own.query_rank,))
-            found["query_up"] = ProjectionWeights(
-                up if isinstance(up, Tensor) else up.weight.values, q_norm=q_norm,
-                fp8=None if isinstance(up, Tensor) else self.fp8_matrix(up),
-            )  # fmt: skip
+            found["query_up"] = replace(self._without_norm(up), q_norm=q_norm)
         else:
             first = self.map_rows(projected, self.matrix(names.q, queries, spec.hidden_size, self.rows))
         down = self.matrix(names.latent_down, own.width, spec.hidden_size)
@@ -383,11 +425,13 @@ class _Layer:
         spec = self.spec
         parts, sizes = (self.rows, self.rows), (inter, inter)
         g, u = self.rows_of(fused, (gate, up), sizes, parts, spec.hidden_size)
+        weight = self.map_rows(lambda *each: torch.cat(each), g, u) if _packed_both(g, u) else None
+        if not isinstance(weight, PackedRows):
+            weight = self.map_rows(pack.interleave_gate_up, g, u)
         bias = None
         if spec.mlp_bias:
             gb, ub = self.biases_of(fused, (gate, up), sizes, parts)
-            bias = torch.stack((gb, ub), 1).flatten()
-        weight = self.map_rows(pack.interleave_gate_up, g, u)
+            bias = torch.cat((gb, ub)) if isinstance(weight, PackedRows) else torch.stack((gb, ub), 1).flatten()
         return replace(self.input_projection(weight, self.mlp_norm, bias), gate=switch)
 
     def dense(self) -> dict[str, ProjectionWeights]:
@@ -411,7 +455,7 @@ class _Layer:
         if e.choice_bias:
             choice = get(f"{self.prefix}{names.choice_bias}", (e.count,), dtype=torch.float32)
         weight, router_bias = self.folded(router, names.mlp_norm, router_bias)
-        made = ExpertWeights(self.tensors, spec, names, self.prefix, self.matrix, self.bias).read(e)
+        made = ExpertWeights(self.tensors, spec, names, self.prefix, self._widened, self.bias).read(e)
         kernel = "gate_up" if spec.gated else "up"
         out = {
             "router": ProjectionWeights(weight, router_bias, choice_bias=choice),

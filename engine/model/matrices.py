@@ -1,4 +1,4 @@
-"""A checkpoint matrix in its serving format: a tensor, or `QuantizedMatrix` (FP8 with scales).
+"""A checkpoint matrix in its serving format: a tensor, `QuantizedMatrix` (FP8 with scales), `PackedRows` (4 or 8 bits).
 
 Matrices stored in FP8 stay FP8 and those in 16 bits stay in 16: the files decide, not the module lists in their config.
 Scales are expanded to rows, because packing joins and reorders rows (`kernels.matmul.weight_layout`).
@@ -16,9 +16,10 @@ from weft.engine.errors import ModelError
 from weft.engine.model.checkpoint import WHOLE, Part, Stored, Tensors
 from weft.engine.model.families.family import TensorNames
 from weft.engine.model.spec import ModelSpec
-from weft.kernels.formats import fp8
+from weft.kernels.formats import fp8, packed_rows
 from weft.kernels.formats.fp8 import BLOCK, E4M3, Fp8Weight
 from weft.kernels.formats.fp8_matrix import by_rows
+from weft.kernels.formats.packed_rows import PackedRows
 
 SCALES = ("weight_scale", "weight_scale_inv")
 """Suffixes of weight scales; values are multiplied by them, despite the second name."""
@@ -34,7 +35,7 @@ class QuantizedMatrix(NamedTuple):
     input_scale: Tensor | None = None  # `[...]` float32: the static scale of its input.
 
 
-Unpacked = Tensor | QuantizedMatrix
+Unpacked = Tensor | QuantizedMatrix | PackedRows
 
 
 def check_format(name: str, stored: Stored, asked: torch.dtype) -> None:
@@ -72,7 +73,7 @@ def read(tensors: Tensors, module: str, out: int, inner: int, part: Part = WHOLE
     Raises `ModelError` with the name of a tensor that is missing or has another shape."""
     name = find_scale(tensors, module)
     if name is None:
-        return tensors.get(f"{module}.weight", (out, inner), part)
+        return read_plain(tensors, f"{module}.weight", out, inner, part)
     values = tensors.get(f"{module}.weight", (out, inner), part, E4M3)
     scale = _scale(tensors, name, (out, inner), part)
     input_scale = None
@@ -81,6 +82,15 @@ def read(tensors: Tensors, module: str, out: int, inner: int, part: Part = WHOLE
         one = tensors.get(given, _one(tensors, given), WHOLE, torch.float32)
         input_scale = _positive(given, one).reshape(())
     return QuantizedMatrix(Fp8Weight(values, scale), input_scale)
+
+
+def read_plain(tensors: Tensors, name: str, out: int, inner: int, part: Part = WHOLE) -> Tensor | PackedRows:
+    """Read a matrix that has no separate scales, or keep it packed."""
+    packing = tensors.packing(name, (out, inner), part)
+    if packing is None:
+        return tensors.get(name, (out, inner), part)
+    data = tensors.get(name, (out, inner), part, torch.uint8)
+    return PackedRows(data, packing.form, inner, packing.order)
 
 
 def read_stacked(
@@ -242,6 +252,8 @@ def dequantize(matrix: Unpacked, dtype: torch.dtype) -> Tensor:
     """Return the values of a matrix `[out, inner]`, or of experts `[experts, out, inner]`."""
     if isinstance(matrix, Tensor):
         return matrix
+    if isinstance(matrix, PackedRows):
+        return matrix.values(dtype)
     values, scale = matrix.weight
     if values.is_meta:
         return torch.empty(values.shape, dtype=dtype, device="meta")
@@ -262,6 +274,9 @@ def map_rows(change: Callable[..., Tensor], *matrices: Unpacked, dtype: torch.dt
     """Apply `change`, which only moves rows, to matrices. If their formats differ, all are converted to `dtype`.
 
     A GEMM has one static input scale, so the largest is used. keep: keep each."""
+    small = [m for m in matrices if isinstance(m, PackedRows)]
+    if len(small) == len(matrices) and (joined := packed_rows.by_rows(change, *small)) is not None:
+        return joined
     quantized = [m for m in matrices if isinstance(m, QuantizedMatrix)]
     if len(quantized) < len(matrices) or len({m.weight.scale.shape[-1] for m in quantized}) > 1:
         return change(*(dequantize(m, dtype) for m in matrices))
@@ -278,4 +293,6 @@ def scaled(matrix: Unpacked, factor: float) -> Unpacked:
         return matrix
     if isinstance(matrix, Tensor):
         return (matrix.float() * factor).to(matrix.dtype)
+    if isinstance(matrix, PackedRows):
+        return packed_rows.times(matrix, factor)
     return matrix._replace(weight=matrix.weight._replace(scale=matrix.weight.scale * factor))

@@ -246,6 +246,17 @@ class Quantization:
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """Matrices that stay in 4 and 8 bits in memory: see `kernels.formats.packed_matrix`."""
+
+    layer_bytes: float  # Bytes of all packed matrices of the layers, per value of all matrices.
+    layer_plain: float  # Share of these values whose matrices are in 16 or 32 bits.
+    table_bytes: float  # The same two of the embedding and the head.
+    table_plain: float
+    formats: str  # The checkpoint's formats, with their shares.
+
+
+@dataclass(frozen=True, slots=True)
 class Integers:
     """How a checkpoint stores matrices as low-bit integers, which become 16 bits while loading."""
 

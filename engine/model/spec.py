@@ -20,6 +20,7 @@ from weft.engine.model.parts import (
     Latent,
     Layer,
     Norm,
+    Packed,
     Placement,
     Quantization,
     Recurrence,
@@ -86,7 +87,8 @@ class ModelSpec:
     quantization: Quantization | None = None  # FP8 format of the matrices; None: 16 or 32 bits.
     widened: bool = False  # FP8 matrices of the checkpoint become 16 bits while loading; `quantization` is then None.
     integers: Integers | None = None
-    """Low-bit integer matrices of the checkpoint, which become 16 bits while loading."""
+    """Low-bit integer matrices of the checkpoint, which become 16 bits while loading unless they are `packed`."""
+    packed: Packed | None = None  # Matrices in 4 and 8 bits stay as the checkpoint has them.
     shard_of: Shard = Shard()
     sums: tuple[tuple[str, Reduction], ...] = ()  # Replaced all-reduces (see `Reduction`), by name.
 
@@ -177,12 +179,27 @@ class ModelSpec:
         return every + tables * self.hidden_size
 
     def weight_bytes(self, itemsize: int) -> int:
-        """Return the bytes of `num_parameters` at `itemsize` bytes each, or one byte each in quantized matrices."""
+        """Return the bytes of `num_parameters` at `itemsize` bytes each, or fewer in quantized matrices."""
+        if self.packed is not None:
+            return self._packed_bytes(self.packed, itemsize)
         small = 0
         if self.quantization is not None:
             operations = (op for i in range(self.num_layers) for op in self.layer_operations(i))
             small = sum(op.parameters for op in operations if op.kernel != "router")
         return self.num_parameters * itemsize - small * (itemsize - 1)
+
+    def _packed_bytes(self, own: Packed, itemsize: int) -> int:
+        operations = [op for i in range(self.num_layers) for op in self.layer_operations(i)]
+        small = sum(op.parameters for op in operations if op.role is not Role.EXPERTS and op.kernel != "router")
+        tables = len(self.vocabulary) * (1 if self.tie_embeddings else 2) * self.hidden_size
+        others = self.num_parameters - small - tables
+        layer_bytes, table_bytes = (
+            values * (packed + plain * itemsize)
+            for values, packed, plain in (
+                (small, own.layer_bytes, own.layer_plain), (tables, own.table_bytes, own.table_plain),
+            )
+        )  # fmt: skip
+        return int(layer_bytes + table_bytes) + others * itemsize
 
     @property
     def active_parameters(self) -> int:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -21,12 +22,15 @@ from weft.engine.model.gguf.checkpoint import GgufCheckpoint
 from weft.engine.model.gguf.file import INDEX
 from weft.engine.model.integers import GIB, IntegerCheckpoint
 from weft.engine.model.layer_weights import LayerWeights, ProjectionWeights, norm_weight, pack_layer
+from weft.engine.model.matrices import Unpacked
 from weft.engine.model.realistic import RealisticDummy
 from weft.engine.model.shapes import ShapesOnly
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.staging import Staging
 from weft.engine.progress import LOADING, Progress, notice
 from weft.kernels.formats import fp8
+from weft.kernels.formats.packed_matrix import PackedMatrix
+from weft.kernels.formats.packed_rows import PackedRows
 from weft.kernels.matmul import weight_layout as pack
 
 HARMLESS = (".rotary_emb.inv_freq", ".rotary_emb.cos_cached", ".rotary_emb.sin_cached", "score.weight", "score.bias")
@@ -37,24 +41,42 @@ NO_HEAD = "config.json says that the output head is not tied, but the checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    embedding: Tensor  # [V, H]; in a shard the rows of `spec.vocabulary`.
+    embedding: Tensor  # [V, H]; in a shard the rows of `spec.vocabulary`. Packed: codes.
     layers: tuple[LayerWeights, ...]
     norm: Tensor  # [H].
-    lm_head: Tensor  # [V, H], or a shard's rows; the embedding itself when tied.
+    lm_head: Tensor  # [V, H], or a shard's rows; the embedding itself when tied. Packed: codes.
     rotary: tuple[Tensor, ...]  # [positions, D/2, 2] float32 each; `ModelSpec.rotary_table` gives a layer's index.
     norm_bias: Tensor | None = None  # [H].
     head_bias: Tensor | None = None  # [V].
     positions: Tensor | None = None  # [positions, H], learned: added to the embedding.
     kv_scales: Tensor | None = None
     """[layers with K and V, 2, Hkv] float32, for FP8 K and V, if the checkpoint has them."""
+    packed_embedding: PackedMatrix | None = None  # The embedding, if it is in 4 or 8 bits.
+    packed_head: PackedMatrix | None = None
     has_hidden_states = True  # See `TransformersModule`.
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors; some may be the same."""
         projections = (projection for layer in self.layers for projection in layer.values())
         own = (self.embedding, self.norm, self.lm_head, self.norm_bias, self.head_bias, self.positions, self.kv_scales)
-        tensors = (*own, *self.rotary, *(tensor for projection in projections for tensor in projection.tensors()))
+        packed = (each.tensors() for each in (self.packed_embedding, self.packed_head) if each is not None)
+        tensors = (
+            *own,
+            *chain(*packed),
+            *self.rotary,
+            *(tensor for projection in projections for tensor in projection.tensors()),
+        )
         return [tensor for tensor in tensors if tensor is not None]
+
+    @property
+    def table(self) -> Tensor | PackedMatrix:
+        """The embedding as the reference implementation reads it."""
+        return self.packed_embedding if self.packed_embedding is not None else self.embedding
+
+    @property
+    def head(self) -> Tensor | PackedMatrix:
+        """The output head as the reference implementation reads it."""
+        return self.packed_head if self.packed_head is not None else self.lm_head
 
     def kv_page_scales(self, spec: ModelSpec, dtype: torch.dtype) -> fp8.KvScales | None:
         """Return the scales of FP8 pages: the checkpoint's, or 1 for every head. None for pages in another format."""
@@ -80,15 +102,20 @@ def warn_of_surplus(surplus: list[str]) -> None:
 class _Wanted:
     """Records the tensors that packing requests; returns only shapes."""
 
-    def __init__(self, checkpoint: TensorSource) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, checkpoint: TensorSource, *, packs: bool) -> None:
+        self._checkpoint, self._packs = checkpoint, packs
         self.tensors: list[Wanted] = []
 
     def __call__(self, name: str, shape: tuple[int, ...], part: Part, kind: torch.dtype) -> Tensor:
-        stored = self._checkpoint(name, shape, part)
-        matrices.check_format(name, stored, kind)
-        self.tensors.append(Wanted(name, stored, shape, kind))
-        return torch.empty(shape, dtype=kind, device="meta")
+        packing = self._checkpoint.packing(name, shape, part) if self._packs and kind == torch.uint8 else None
+        if packing is None:
+            stored = self._checkpoint(name, shape, part)
+            matrices.check_format(name, stored, kind)
+            self.tensors.append(Wanted(name, stored, shape, kind))
+        else:
+            stored = self._checkpoint.packed(name, shape, part)
+            self.tensors.append(Wanted(name, stored, shape, kind, (packing.form, shape[1])))
+        return torch.empty(self.tensors[-1].target, dtype=kind, device="meta")
 
 
 class _Reader:
@@ -111,17 +138,17 @@ class _Reader:
         if progress is not None:
             progress(LOADING, 0, self._total)
 
-    def __call__(self, name: str, shape: tuple[int, ...], _part: Part, kind: torch.dtype) -> Tensor:
-        noted, stored, *_ = next(self._wanted)
-        assert name == noted, "packing must request the same tensors each time"
+    def __call__(self, name: str, _shape: tuple[int, ...], _part: Part, kind: torch.dtype) -> Tensor:
+        wanted = next(self._wanted)
+        stored = wanted.stored
+        assert name == wanted.name, "packing must request the same tensors each time"
         # Convert to the serving dtype first, so that folding a norm rounds once, in that dtype. Always copy, because a
         # checkpoint returns the mapped file, which may be overwritten or truncated during serving.
         tensor = self._source.take()
         if isinstance(self._source, Staging):
             read = tensor if stored.decode is None else stored.decode(tensor, kind)
-            tensor = read.to(dtype=kind).reshape(shape).contiguous()
-            if kind.is_floating_point:
-                self.finite.add(name, tensor)
+            tensor = read.to(dtype=kind).reshape(wanted.target).contiguous()
+            wanted.check(self.finite, tensor)
         self._done += stored.raw.nbytes
         if self._progress is not None:
             self._progress(LOADING, self._done, self._total)
@@ -180,13 +207,13 @@ def load_weights(
         checkpoint.rename(embedding, names.prefix, names.other_prefixes, head if spec.tie_embeddings else "")
         tied = _is_tied(spec, names, checkpoint)
         checkpoint.refuse_further_layers(names.layer, spec.num_layers + names.draft_layers)
-        wanted = _Wanted(checkpoint)
+        packs = spec.packed is not None
+        wanted = _Wanted(checkpoint, packs=packs)
+        known = checkpoint.__contains__, dtype, checkpoint.shape_of, checkpoint.packing if packs else None
         with ShapesOnly():
-            _pack(spec, names, Tensors(wanted, checkpoint.__contains__, dtype, checkpoint.shape_of), tables, tied=tied)
+            _pack(spec, names, Tensors(wanted, *known), tables, tied=tied)
         reader = _Reader(wanted.tensors, device, progress, stack, device.type == "cuda" if staged is None else staged)
-        weights = _pack(
-            spec, names, Tensors(reader, checkpoint.__contains__, dtype, checkpoint.shape_of), tables, tied=tied
-        )
+        weights = _pack(spec, names, Tensors(reader, *known), tables, tied=tied)
         reader.finite.end(dtype)
         if spec.shard_of.rank == 0:  # the others would print the same
             _report_conversion(checkpoint, wanted, weights, spec)
@@ -235,7 +262,12 @@ def _is_tied(spec: ModelSpec, names: TensorNames, checkpoint: TensorSource) -> b
 
 def _report_conversion(checkpoint: TensorSource, wanted: _Wanted, weights: Weights, spec: ModelSpec) -> None:
     """Print what became of matrices that the checkpoint stores in fewer bits."""
-    if isinstance(checkpoint, IntegerCheckpoint):
+    if spec.packed is not None:
+        notice(
+            f"weights stay in 4 and 8 bits ({spec.packed.formats}): {weights.num_bytes / GIB:.2f} GiB, activations are "
+            "rounded to int8; --quantization none widens the weights instead"
+        )
+    elif isinstance(checkpoint, IntegerCheckpoint):
         notice(checkpoint.summary(weights.num_bytes, spec))
     if spec.widened:
         stored = sum(each.stored.raw.nbytes for each in wanted.tensors) / GIB
@@ -277,24 +309,37 @@ def request_tensors(spec: ModelSpec, tensors: Tensors) -> None:
     _pack(spec, names, tensors, (), tied=tied)
 
 
+def _table(given: Unpacked, dtype: torch.dtype) -> Tensor | PackedMatrix:
+    """Return the embedding or the head. FP8, in which some checkpoints store the head, becomes 16 bits."""
+    if isinstance(given, PackedRows):
+        return given.data if given.data.is_meta else PackedMatrix.of(given)
+    return matrices.dequantize(given, dtype)
+
+
+def _plain(table: Tensor | PackedMatrix) -> Tensor:
+    return table.tiles.codes if isinstance(table, PackedMatrix) else table
+
+
 def _pack(spec: ModelSpec, names: TensorNames, tensors: Tensors, rotary: tuple[Tensor, ...], *, tied: bool) -> Weights:
     """Read all tensors of a model in a fixed order."""
     get, hidden = tensors.get, spec.hidden_size
     own = spec.vocabulary  # a shard's rows
     rows = Part.span(own.start, spec.vocab_size) if len(own) < spec.vocab_size else WHOLE
-    embedding = get(f"{names.embedding}.weight", (len(own), hidden), rows)
+    embedding = _table(matrices.read_plain(tensors, f"{names.embedding}.weight", len(own), hidden, rows), tensors.dtype)
     layers = tuple(pack_layer(tensors, spec, names, i) for i in range(spec.num_layers))
     norm = norm_weight(tensors, spec, names.norm, hidden)
     if norm is None:
-        norm = torch.ones(hidden, dtype=tensors.dtype, device=embedding.device)
+        norm = torch.ones(hidden, dtype=tensors.dtype, device=_plain(embedding).device)
     norm_bias = get(f"{names.norm}.bias", (hidden,)) if spec.norm.bias else None
     head = embedding
     if not tied:
-        # Stored in FP8 by some checkpoints; kept in 16 bits here.
-        head = matrices.dequantize(matrices.read(tensors, names.lm_head, len(own), hidden, rows), tensors.dtype)
+        head = _table(matrices.read(tensors, names.lm_head, len(own), hidden, rows), tensors.dtype)
     head_bias = get(f"{names.lm_head}.bias", (len(own),), rows) if spec.head_bias else None
     positions = None
     if (offset := spec.learned_positions) is not None:
         positions = get(f"{names.positions}.weight", (spec.max_positions + offset, hidden))[offset:]
     kv_scales = matrices.kv_scales(tensors, spec, names)
-    return Weights(embedding, layers, norm, head, rotary, norm_bias, head_bias, positions, kv_scales)
+    packed = (each if isinstance(each, PackedMatrix) else None for each in (embedding, head))
+    return Weights(
+        _plain(embedding), layers, norm, _plain(head), rotary, norm_bias, head_bias, positions, kv_scales, *packed
+    )

@@ -9,7 +9,8 @@ Shapes use T tokens, R requests, H hidden, Hq query heads, Hkv KV heads, D head_
 (`weight_layout.fold_norm`), so the RMS norm before a matrix is one scale per row. So is a LayerNorm: the rows of its
 matrix have zero mean, and the squares are those of a row minus its mean (`centred`).
 
-A `Matrix` may be in FP8 (`fp8_matrix`); the norm before it is then not folded in. The KV pool is `[pages, layers, 2,
+A `Matrix` may be in FP8 (`fp8_matrix`), or in 4 or 8 bits (`packed_matrix`); the norm before it is then not folded in.
+The KV pool is `[pages, layers, 2,
 page_size, Hkv, D]`: a page is one extent that holds all layers.
 """
 
@@ -23,9 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.kernels.formats import fp8_matrix
+from weft.kernels.formats import matrix as formats
 from weft.kernels.formats.fp8 import quantize_kv
-from weft.kernels.formats.fp8_matrix import Matrix
+from weft.kernels.formats.matrix import Matrix
+from weft.kernels.formats.packed_matrix import PackedMatrix
 from weft.kernels.reference.adapters import Delta, add_values
 
 OAI_LIMIT, OAI_ALPHA = 7.0, 1.702
@@ -75,7 +77,7 @@ def normed_linear(x: Tensor, sumsq: Tensor | None, matrix: Matrix, bias: Tensor 
     if isinstance(matrix, Tensor):
         return F.linear(normed(x, sumsq, eps), matrix, bias)
     scale = None if sumsq is None else rms_scale(sumsq, x.shape[-1], eps)
-    return fp8_matrix.linear(x, scale, matrix, bias).to(x.dtype)
+    return formats.linear(x, scale, matrix, bias).to(x.dtype)
 
 
 def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -84,14 +86,17 @@ def linear(x: Tensor, matrix: Matrix, bias: Tensor | None = None) -> Tensor:
 
 
 def embed(
-    token_ids: Tensor, table: Tensor, *, scale: float = 1.0, position_table: Tensor | None = None,
-    positions: Tensor | None = None, centred: bool = False,
+    token_ids: Tensor, table: Tensor | PackedMatrix, *, dtype: torch.dtype | None = None, scale: float = 1.0,
+    position_table: Tensor | None = None, positions: Tensor | None = None, centred: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Look up rows of `table [V, H]` for `token_ids [T]` int: returns `x [T, H]` and `sumsq [T]`.
 
-    scale is rounded to the table's dtype. position_table `[P, H]`: learned position embeddings; the row of each token's
-    position `[T]` is added."""
-    x = F.embedding(token_ids, table)
+    dtype: of x, if the table is packed. scale is rounded to the dtype of x. position_table `[P, H]`: learned position
+    embeddings; the row of each token's position `[T]` is added."""
+    if isinstance(table, PackedMatrix):
+        x = table.rows(token_ids).to(dtype)
+    else:
+        x = F.embedding(token_ids, table)
     if scale != 1.0:
         x = x * torch.tensor(scale, dtype=x.dtype)
     if position_table is not None and positions is not None:
@@ -179,7 +184,7 @@ def residual_project(
         h = h * rms_scale(h.square().sum(-1), h.shape[-1], eps)[:, None] * post_norm.float()
         y = (x.float() + h).to(x.dtype)
     elif not isinstance(weight, Tensor):
-        y = (x.float() + add_values(fp8_matrix.linear(a, None, weight, bias), added)).to(x.dtype)
+        y = (x.float() + add_values(formats.linear(a, None, weight, bias), added)).to(x.dtype)
     else:
         x = x if bias is None else x + bias
         if x.dtype == torch.float32:
@@ -205,7 +210,7 @@ def gate_up_project(
     x: Tensor, sumsq: Tensor | None, weight: Matrix, eps: float, *, activation: str = "silu",
     bias: Tensor | None = None, gate: Tensor | None = None, delta: Delta | None = None,
 ) -> Tensor:  # fmt: skip
-    """Apply norm, gate-up matrix `[2 I, H]` (rows alternate), bias and gated activation: `[T, I]`.
+    """Apply norm, gate-up matrix `[2 I, H]` (rows alternate; packed: gate before up), bias and activation: `[T, I]`.
 
     gate `[1, H]`: of a shared expert (Qwen 2 MoE); the result is multiplied by the sigmoid of x times gate."""
     added = [] if delta is None else delta.values(normed(x, sumsq, eps))
@@ -214,6 +219,10 @@ def gate_up_project(
         # Two GEMMs of strided weights, so that the following operations read contiguous rows.
         g = add_values(F.linear(h, weight[0::2], None if bias is None else bias[0::2]), added, slice(0, None, 2))
         u = add_values(F.linear(h, weight[1::2], None if bias is None else bias[1::2]), added, slice(1, None, 2))
+        y = gated(activation, g, u)
+    elif isinstance(weight, PackedMatrix):
+        g, u = normed_linear(x, sumsq, weight, bias, eps).chunk(2, 1)
+        g, u = (add_values(own, added, slice(place, None, 2)) for place, own in enumerate((g, u)))
         y = gated(activation, g, u)
     else:
         both = add_values(normed_linear(x, sumsq, weight, bias, eps), added)
@@ -245,14 +254,15 @@ def final_norm(
 
 
 def lm_head(
-    x: Tensor, sumsq: Tensor, norm_weight: Tensor, weight: Tensor, eps: float, *, norm_bias: Tensor | None = None,
+    x: Tensor, sumsq: Tensor, norm_weight: Tensor, weight: Matrix, eps: float, *, norm_bias: Tensor | None = None,
     centred: bool = False, bias: Tensor | None = None, scale: float = 1.0, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Apply final norm and vocabulary projection to the rows that need logits: x `[S, H]` -> `[S, V]` float32.
 
     Logits are multiplied by `scale`, then soft-capped if `softcap` is not 0."""
     h = final_norm(x, sumsq, norm_weight, eps, norm_bias=norm_bias, centred=centred)
-    logits = F.linear(h, weight, bias).float()
+    logits = F.linear(h, weight, bias) if isinstance(weight, Tensor) else formats.linear(h, None, weight, bias)
+    logits = logits.float()
     if scale != 1.0:
         logits = logits * scale
     return softcap * torch.tanh(logits / softcap) if softcap else logits

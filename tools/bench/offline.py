@@ -36,6 +36,7 @@ from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire.messages import AddRequest
 from weft.engine.wire.sampling import SamplingParams
 from weft.tools.bench.gpu_monitor import PowerMonitor, PowerUse, sustained_flops
+from weft.tools.bench.llama_cpp import find_library, model_file, run_llama_cpp
 from weft.tools.bench.trace import Recorder, TraceFigures
 
 Figures = dict[str, Any]
@@ -92,7 +93,7 @@ def _run_engine(
     sizes: list[tuple[int, float]] = []
     widest = finished = 0
     first_token: float | None = None
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.process_time()
     with Progress(transient=True, console=Console(stderr=True)) as bar:
         task = bar.add_task("weft", total=len(prompts))
         while engine.has_work:
@@ -111,7 +112,7 @@ def _run_engine(
             if ended := int(np.count_nonzero(outputs.columns()[2])):
                 finished += ended
                 bar.update(task, completed=finished)
-    seconds = time.perf_counter() - begin
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
     recorder.stop()
     stats = engine.stats()
     iterations = stats.iterations - before.iterations
@@ -134,6 +135,9 @@ def _run_engine(
     if engine.resolved.device.type == "cuda":
         figures["device_idle_between_iterations_us_median"] = 1e6 * float(np.median(idle))
         figures["device_idle_between_iterations_us_p99"] = 1e6 * float(np.quantile(idle, 0.99))
+    else:
+        figures["cpu_seconds"] = cpu
+        figures["total_tokens_per_cpu_second"] = sum(a + b for a, b in lengths) / cpu
     return figures
 
 
@@ -268,12 +272,32 @@ def _run_transformers(engine: Engine, prompts: list[np.ndarray], lengths: Length
     }
 
 
+def _weight_format(spec: ModelSpec) -> str:
+    if spec.native and spec.packed is not None:
+        return f"packed ({spec.packed.formats})"
+    return "fp8" if spec.quantization is not None else "as dtype"
+
+
+def _compare_llama_cpp(
+    config: EngineConfig, figures: Figures, prompts: list[np.ndarray], lengths: Lengths, batch: int
+) -> Figures:  # fmt: skip
+    """Run the requests with llama.cpp. Ratios by CPU time hold on a busy machine, those by the clock on an idle one."""
+    threads = config.cpu_threads or max(1, len(os.sched_getaffinity(0)) - 1)  # as many as weft's runner
+    made: Figures = {"llama_cpp_threads": threads}
+    made |= run_llama_cpp(config.model_path, prompts, lengths, sequences=batch, threads=threads)
+    names = ("total_tokens_per_second", "total_tokens_per_cpu_second")
+    return made | {f"ratio_to_llama_cpp_{name}": figures[name] / made[f"llama_cpp_{name}"] for name in names}
+
+
 def run_offline(config: EngineConfig, arguments: argparse.Namespace) -> int:
     """Run a workload and print throughput. All requests are queued at once, sampled greedily, and ignore end tokens."""
     lengths = read_lengths(arguments.workload, arguments.lengths, config.seed)
     further = [(spec, read_lengths(spec, None, config.seed)) for spec in arguments.then]
     if arguments.baseline and config.load_format == "dummy":
         raise ConfigError("--baseline needs real weights, not --load-format dummy")
+    if arguments.baseline == "llama.cpp":
+        model_file(config.model_path)  # raises early
+        find_library()
     imported = _process_age()
     with ProgressBar() as bar:
         engine = Engine(config.for_measuring(), bar)
@@ -293,7 +317,7 @@ def run_offline(config: EngineConfig, arguments: argparse.Namespace) -> int:
         "model": config.model_name,
         "weights": f"made up, {config.dummy_weights}" if config.load_format == "dummy" else "the checkpoint's",
         "dtype": str(engine.resolved.compute_dtype).removeprefix("torch."),
-        "weight_format": "fp8" if engine.spec.quantization is not None else "as dtype",
+        "weight_format": _weight_format(engine.spec),
         "kv_cache_dtype": str(engine.resolved.kv.dtype).removeprefix("torch."),
         "attention_backend": engine.resolved.attention,
         "workload": str(arguments.lengths or arguments.workload),
@@ -322,6 +346,8 @@ def run_offline(config: EngineConfig, arguments: argparse.Namespace) -> int:
         figures["ratio_to_transformers"] = (
             figures["total_tokens_per_second"] / figures["transformers_total_tokens_per_second"]
         )
+    if arguments.baseline == "llama.cpp":
+        figures |= _compare_llama_cpp(config, figures, prompts, lengths, arguments.baseline_batch)
     report("weft bench offline", {**figures, **machine()}, arguments.json)
     return 0
 

@@ -28,9 +28,13 @@ def add_offline_flags(parser: argparse.ArgumentParser) -> None:
         help="a further workload to run afterwards on the same engine; may be repeated",
     )  # fmt: skip
     group.add_argument(
-        "--baseline", choices=["transformers"], help="also run the same requests with it, and print the ratio"
+        "--baseline", choices=["transformers", "llama.cpp"],
+        help="also run the same requests with it, and print the ratio; llama.cpp needs a GGUF file and its library "
+        "(llama-cpp-python or node-llama-cpp)",
+    )  # fmt: skip
+    group.add_argument(
+        "--baseline-batch", metavar="N", type=int, default=64, help="most requests at once in the baseline [64]"
     )
-    group.add_argument("--baseline-batch", metavar="N", type=int, default=64, help="batch of the baseline [64]")
     group.add_argument(
         "--trace", metavar="FILE", type=output_file, help="write a Chrome trace of the traced iterations to this file"
     )

@@ -45,7 +45,7 @@ def dequantize_into(out: Tensor, raw: Tensor, kind: str) -> None:
         values[first : first + step].copy_(decode(some).view(len(some), per_block))
 
 
-def _fields(packed: Tensor, bits: int) -> Tensor:
+def fields(packed: Tensor, bits: int) -> Tensor:
     """Unpack bytes `[n, groups, width]` to `[n, groups, 8 / bits, width]`: first the lowest bits of all."""
     count = 8 // bits
     out = packed.new_empty((*packed.shape[:2], count, packed.shape[2]))
@@ -54,9 +54,9 @@ def _fields(packed: Tensor, bits: int) -> Tensor:
     return out.bitwise_and_((1 << bits) - 1)
 
 
-def _nibbles(packed: Tensor) -> Tensor:
+def nibbles(packed: Tensor) -> Tensor:
     """Unpack bytes `[n, width]` to `[n, 2 width]`: the low halves, then the high ones."""
-    return _fields(packed[:, None], 4).flatten(1)
+    return fields(packed[:, None], 4).flatten(1)
 
 
 @cache
@@ -66,37 +66,37 @@ def _spread(value: int, device: torch.device) -> Tensor:
     return (bits * value).view(torch.int64).flatten().to(device)
 
 
-def _bits(packed: Tensor, value: int) -> Tensor:
+def bits(packed: Tensor, value: int) -> Tensor:
     """Unpack bytes `[n, width]` to `[n, 8 width]`: `value` for a bit that is set, else 0, the lowest bit first."""
     spread = _spread(value, packed.device).index_select(0, packed.flatten().int())
     return spread.view(torch.uint8).view(len(packed), -1)
 
 
-def _half(blocks: Tensor, at: int) -> Tensor:
+def half(blocks: Tensor, at: int) -> Tensor:
     """Return the float16 at byte `at` of each block as float32 `[n, 1]`."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    return _nibbles(blocks[:, 2:]).float().sub_(8).mul_(_half(blocks, 0))
+    return nibbles(blocks[:, 2:]).float().sub_(8).mul_(half(blocks, 0))
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return _nibbles(blocks[:, 4:]).float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    return nibbles(blocks[:, 4:]).float().mul_(half(blocks, 0)).add_(half(blocks, 2))
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    codes = _nibbles(blocks[:, 6:]).bitwise_or_(_bits(blocks[:, 2:6], 16))
-    return codes.float().sub_(16).mul_(_half(blocks, 0))
+    codes = nibbles(blocks[:, 6:]).bitwise_or_(bits(blocks[:, 2:6], 16))
+    return codes.float().sub_(16).mul_(half(blocks, 0))
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    codes = _nibbles(blocks[:, 8:]).bitwise_or_(_bits(blocks[:, 4:8], 16))
-    return codes.float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    codes = nibbles(blocks[:, 8:]).bitwise_or_(bits(blocks[:, 4:8], 16))
+    return codes.float().mul_(half(blocks, 0)).add_(half(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].contiguous().view(torch.int8).float().mul_(_half(blocks, 0))
+    return blocks[:, 2:].contiguous().view(torch.int8).float().mul_(half(blocks, 0))
 
 
 def _scaled(codes: Tensor, scale: Tensor, low: Tensor | None = None) -> Tensor:
@@ -107,42 +107,57 @@ def _scaled(codes: Tensor, scale: Tensor, low: Tensor | None = None) -> Tensor:
 
 def _q2_k(blocks: Tensor) -> Tensor:
     scales = blocks[:, :16]
-    codes = _fields(blocks[:, 16:80].unflatten(1, (2, 32)), 2)
-    return _scaled(codes, _half(blocks, 80) * (scales & 15), _half(blocks, 82) * (scales >> 4))
+    codes = fields(blocks[:, 16:80].unflatten(1, (2, 32)), 2)
+    return _scaled(codes, half(blocks, 80) * (scales & 15), half(blocks, 82) * (scales >> 4))
+
+
+def q3_k_parts(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes `[n, 256]`, of which 4 is zero, and scales `[n, 16]`."""
+    packed = blocks[:, 96:108]
+    scales = nibbles(packed[:, :8]) | fields(packed[:, None, 8:], 2).flatten(1) << 4
+    # A bit of the first 32 bytes is set for the four upper codes of each group of eight.
+    upper = fields(blocks[:, None, :32], 1).view(-1, 2, 4, 32) << 2
+    codes = fields(blocks[:, 32:96].unflatten(1, (2, 32)), 2).bitwise_or_(upper)
+    return codes.flatten(1), half(blocks, 108) * (scales.float() - 32)
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
-    packed = blocks[:, 96:108]
-    scales = _nibbles(packed[:, :8]) | _fields(packed[:, None, 8:], 2).flatten(1) << 4
-    # A bit of the first 32 bytes is set for the four upper codes of each group of eight.
-    upper = _fields(blocks[:, None, :32], 1).view(-1, 2, 4, 32) << 2
-    codes = _fields(blocks[:, 32:96].unflatten(1, (2, 32)), 2).bitwise_or_(upper)
-    return _scaled(codes.view(torch.int8).sub_(4), _half(blocks, 108) * (scales.float() - 32))
+    codes, scales = q3_k_parts(blocks)
+    return _scaled(codes.view(torch.int8).sub_(4), scales)
 
 
-def _scales_and_lows(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def scales_and_lows(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return the eight scales and lows per block of Q4_K and Q5_K, six bits each in 12 bytes, times the block's."""
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), 1)
     lows = torch.cat((second & 63, third >> 4 | second >> 6 << 4), 1)
-    return scales * _half(blocks, 0), lows * _half(blocks, 2)
+    return scales * half(blocks, 0), lows * half(blocks, 2)
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
-    return _scaled(_fields(blocks[:, 16:].unflatten(1, (4, 32)), 4), *_scales_and_lows(blocks))
+    return _scaled(fields(blocks[:, 16:].unflatten(1, (4, 32)), 4), *scales_and_lows(blocks))
+
+
+def q5_k_codes(blocks: Tensor) -> Tensor:
+    """Return codes `[n, 4, 2, 32]`."""
+    upper = fields(blocks[:, None, 16:48], 1).view(-1, 4, 2, 32) << 4
+    return fields(blocks[:, 48:].unflatten(1, (4, 32)), 4).bitwise_or_(upper)
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
-    upper = _fields(blocks[:, None, 16:48], 1).view(-1, 4, 2, 32) << 4
-    codes = _fields(blocks[:, 48:].unflatten(1, (4, 32)), 4).bitwise_or_(upper)
-    return _scaled(codes, *_scales_and_lows(blocks))
+    return _scaled(q5_k_codes(blocks), *scales_and_lows(blocks))
+
+
+def q6_k_parts(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes `[n, 2, 4, 32]`, of which 32 is zero, and scales `[n, 16]`."""
+    upper = fields(blocks[:, 128:192].unflatten(1, (2, 32)), 2).bitwise_left_shift_(4)
+    codes = fields(blocks[:, :128].unflatten(1, (2, 64)), 4).view(-1, 2, 4, 32).bitwise_or_(upper)
+    return codes, half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8)
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    upper = _fields(blocks[:, 128:192].unflatten(1, (2, 32)), 2).bitwise_left_shift_(4)
-    codes = _fields(blocks[:, :128].unflatten(1, (2, 64)), 4).view(-1, 2, 4, 32).bitwise_or_(upper)
-    scales = blocks[:, 192:208].contiguous().view(torch.int8)
-    return _scaled(codes.view(torch.int8).sub_(32), _half(blocks, 208) * scales)
+    codes, scales = q6_k_parts(blocks)
+    return _scaled(codes.view(torch.int8).sub_(32), scales)
 
 
 @cache
@@ -155,28 +170,28 @@ def _levels(codes: Tensor, levels: Sequence[int]) -> Tensor:
 
 
 def _iq4_nl(blocks: Tensor) -> Tensor:
-    return _levels(_nibbles(blocks[:, 2:]), _LEVELS_IQ4).mul_(_half(blocks, 0))
+    return _levels(nibbles(blocks[:, 2:]), _LEVELS_IQ4).mul_(half(blocks, 0))
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
     high = blocks[:, 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device) & 3
     low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), 2)
     scales = (low.flatten(1) | high.flatten(1) << 4).float() - 32
-    codes = _fields(blocks[:, 8:].unflatten(1, (8, 16)), 4)
-    return _levels(codes, _LEVELS_IQ4).view(-1, 8, 32).mul_((_half(blocks, 0) * scales)[..., None])
+    codes = fields(blocks[:, 8:].unflatten(1, (8, 16)), 4)
+    return _levels(codes, _LEVELS_IQ4).view(-1, 8, 32).mul_((half(blocks, 0) * scales)[..., None])
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
     exponent = blocks[:, :1].int()
     # A power of two half as large as the exponent says, because the levels are doubled; the two lowest are subnormal.
     scale = torch.where(exponent < 2, 0x00200000 << exponent, (exponent - 1) << 23).view(torch.float32)
-    return _levels(_nibbles(blocks[:, 1:]), _LEVELS_E2M1).mul_(scale)
+    return _levels(nibbles(blocks[:, 1:]), _LEVELS_E2M1).mul_(scale)
 
 
 def _nvfp4(blocks: Tensor) -> Tensor:
     # The highest code of a scale stands for zero, and the levels are doubled.
     scales = (blocks[:, :4] & 127).contiguous().view(torch.float8_e4m3fn).float().nan_to_num_(0).mul_(0.5)
-    codes = _fields(blocks[:, 4:].unflatten(1, (4, 8)), 4)
+    codes = fields(blocks[:, 4:].unflatten(1, (4, 8)), 4)
     return _levels(codes, _LEVELS_E2M1).view(-1, 4, 16).mul_(scales[..., None])
 
 

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from weft.engine.errors import ModelError
-from weft.engine.model.checkpoint import WHOLE, Part, Stored
-from weft.engine.model.gguf import blocks
+from weft.engine.model.checkpoint import WHOLE, Packing, Part, Stored
+from weft.engine.model.gguf import blocks, packing
 from weft.engine.model.gguf.file import INDEX, Entry
+from weft.kernels.formats.packed_rows import COLUMNS
 
 READ_ALREADY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that the configuration already contains."""
@@ -73,7 +74,7 @@ class GgufCheckpoint:
         has = entry.shape if expert is None else entry.shape[1:]
         if (want := part.whole(shape)) not in (has, (1, *has)):
             raise ModelError(f"{name} ({there}) has shape {has}, its metadata require {want}")
-        mapped = self._mapped[entry.file][entry.offset : entry.offset + entry.size]
+        mapped = self._bytes(entry)
         if entry.kind in blocks.PLAIN:
             raw = mapped.view(blocks.PLAIN[entry.kind]).reshape(entry.shape)
             raw = (raw if expert is None else raw[expert]).reshape(want)[part.of_whole(shape)]
@@ -82,11 +83,35 @@ class GgufCheckpoint:
         raw = (raw if expert is None else raw[expert]).reshape(*want[:-1], -1)
         return self._blocks(entry.kind, raw, shape, part)
 
+    def _bytes(self, entry: Entry) -> Tensor:
+        return self._mapped[entry.file][entry.offset : entry.offset + entry.size]
+
+    def packing(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Packing | None:
+        """See `Checkpoint`. Matrices of experts that are stacked in the file are not kept packed."""
+        found = self._find(name)
+        if found is None or found[1] is not None or len(shape) != 2:
+            return None
+        form = packing.form_of(self._entries[found[0]].kind)
+        begin, end = _columns(shape, part)
+        fits = form is not None and not begin % COLUMNS and not end % COLUMNS
+        return Packing(form) if fits and form is not None else None
+
+    def packed(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Stored:
+        """See `Checkpoint`."""
+        stored = self(name, shape, part)
+        found = self._find(name)
+        assert found is not None
+        kind = self._entries[found[0]].kind
+        begin, end = _columns(shape, part)
+        first = begin // blocks.block_of(kind)[0] * blocks.block_of(kind)[0]
+        own = slice(begin - first, end - first)
+        return stored._replace(decode=lambda raw, _: packing.pack(raw, kind, own))
+
     def _blocks(self, kind: str, raw: Tensor, shape: tuple[int, ...], part: Part) -> Stored:
         """Return the rows of a part, with only the blocks that its columns need."""
-        *rows, columns = part.of_whole(shape)
+        *rows, _ = part.of_whole(shape)
         per_block, size = blocks.block_of(kind)
-        first, last = columns.start or 0, columns.stop or part.whole(shape)[-1]
+        first, last = _columns(shape, part)
         begin = first // per_block
         raw = raw[(*rows, slice(begin * size, -(-last // per_block) * size))]
         own = slice(first - begin * per_block, last - begin * per_block)
@@ -107,6 +132,12 @@ class GgufCheckpoint:
         asked = self._asked | set(READ_ALREADY)
         heads = ("output.weight",) if any("lm_head" in name for name in harmless) else ()
         return sorted(self._entries.keys() - asked - set(heads))
+
+
+def _columns(shape: tuple[int, ...], part: Part) -> tuple[int, int]:
+    """Return the first column of a part and the one after its last."""
+    own = part.of_whole(shape)[-1]
+    return own.start or 0, part.whole(shape)[-1] if own.stop is None else own.stop
 
 
 def _less_one(raw: Tensor, dtype: torch.dtype) -> Tensor:

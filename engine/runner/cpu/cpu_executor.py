@@ -54,12 +54,12 @@ class _Iteration:
     def __init__(self, executor: CpuExecutor, inputs: CpuInputs) -> None:
         weights, spec = executor.weights, executor.spec
         self.executor, self.inputs = executor, inputs
-        rows, table = inputs.token_ids, weights.embedding
+        rows, table = inputs.token_ids, weights.table
         if executor.collectives.ranks > 1:
             rows, table = torch.arange(len(rows)), executor.embedded(rows)
         x, self.sumsq = reference.embed(
-            rows, table, scale=spec.embedding_scale, position_table=weights.positions, positions=inputs.positions,
-            centred=spec.norm.centred,
+            rows, table, dtype=executor.dtype, scale=spec.embedding_scale, position_table=weights.positions,
+            positions=inputs.positions, centred=spec.norm.centred,
         )  # fmt: skip
         self.embeddings = inputs.embeddings
         if self.embeddings is not None:
@@ -263,7 +263,7 @@ def _experts_gate_up(it: _Iteration, op: Operation, layer: int) -> None:
     w, spec = _weights_of(it, op, layer), it.executor.spec
     assert it.routing is not None
     it.activations[op.target] = reference_experts.experts_gate_up(
-        it.activations[op.source], it.stream_sums, it.routing, w.matrix, spec.norm.eps, activation=spec.activation,
+        it.activations[op.source], it.stream_sums, it.routing, w.of_experts, spec.norm.eps, activation=spec.activation,
         bias=w.bias, has_gate=spec.gated,
     )  # fmt: skip
 
@@ -275,12 +275,12 @@ def _experts_residual(it: _Iteration, op: Operation, layer: int) -> None:
         x = it.activations[op.target]
         before = torch.zeros_like(x) if it.partial is None else it.partial
         it.partial, _ = reference_experts.experts_residual(
-            it.activations[op.source], it.routing, w.matrix, before, bias=w.bias
+            it.activations[op.source], it.routing, w.of_experts, before, bias=w.bias
         )
         it.post_norm = w.post_norm
         return
     it.activations[op.target], it.sumsq = reference_experts.experts_residual(
-        it.activations[op.source], it.routing, w.matrix, it.activations[op.target], bias=w.bias, centred=centred
+        it.activations[op.source], it.routing, w.of_experts, it.activations[op.target], bias=w.bias, centred=centred
     )
 
 
@@ -327,12 +327,13 @@ class CpuExecutor:
     def __init__(
         self, spec: ModelSpec, weights: Weights, kv: Tensor, attention: HostAttention[Any], *,
         states: StateLayout = NO_STATES, invariant: bool = False, collectives: Collectives | None = None,
-        image_rows: ImageRows | None = None,
+        image_rows: ImageRows | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.spec, self.weights, self.kv, self.attention = spec, weights, kv, attention
         self.collectives = collectives or SingleRank()
         self.adapters: dict[int, Adapter] = {}  # Loaded adapters by number.
         self.image_rows = image_rows  # Embeddings of images; None: the model takes none.
+        self.dtype = dtype or weights.norm.dtype  # Of activations.
         self.kv_scales = weights.kv_page_scales(spec, kv.dtype)
         self.unit_scales = self.kv_scales is not None and bool((self.kv_scales.scale == 1).all())
         self.means: reference.Means | None = None
@@ -506,15 +507,15 @@ class CpuExecutor:
     def _head(self, x: Tensor, sumsq: Tensor) -> Tensor:
         w, spec = self.weights, self.spec
         return reference.lm_head(
-            x, sumsq, w.norm, w.lm_head, spec.norm.eps, norm_bias=w.norm_bias, centred=spec.norm.centred,
+            x, sumsq, w.norm, w.head, spec.norm.eps, norm_bias=w.norm_bias, centred=spec.norm.centred,
             bias=w.head_bias, scale=spec.logits_scale, softcap=spec.logits_softcap,
         )  # fmt: skip
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """Return rows `[T, H]` of the embedding, which is split over ranks."""
-        own = token_ids - self.spec.vocabulary.start
-        mine = (own >= 0) & (own < len(self.weights.embedding))
-        rows = F.embedding(own.clamp(0, len(self.weights.embedding) - 1), self.weights.embedding)
+        own, table = token_ids - self.spec.vocabulary.start, self.weights.table
+        mine = (own >= 0) & (own < len(table))
+        rows, _ = reference.embed(own.clamp(0, len(table) - 1), table, dtype=self.dtype)
         return self.collectives.all_reduce(rows.masked_fill_(~mine[:, None], 0.0)).to(rows.dtype)
 
     def _means(self, means: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.memory.state_layout import NO_STATES, StateLayout
 from weft.engine.model.implementation import widened
+from weft.engine.model.packed import packed_as
 from weft.engine.model.parts import StateTensor
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.transformers_impl.spec import TransformersSpec
@@ -32,6 +33,7 @@ from weft.kernels.attention.work_lists import tokens_of_whole_tiles
 from weft.kernels.common.gpu import Gpu, gpu, gpu_device
 from weft.kernels.formats.fp8 import E4M3
 from weft.kernels.formats.packed_page import PackedPage
+from weft.kernels.native.products import start as start_native
 
 log = logging.getLogger("weft.engine")
 INVARIANT_CHUNK = 128  # Chunk tokens that batch invariance may need; also the tile size of attention in torch.
@@ -118,8 +120,22 @@ def _pages_dtype(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, here
 def served_as(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
     """Return the model as its device computes it."""
     if config.device == "cpu" or gpu() is None:
-        return spec
+        return _packed_on_cpu(spec, config)
     return spec.expanded() if isinstance(spec, TransformersSpec) else widened(spec)
+
+
+def _packed_on_cpu(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
+    """Return the model with its matrices in 4 and 8 bits, if the checkpoint has any and this machine's compiled kernels
+    multiply by them."""
+    if not spec.native or config.quantization is not None or config.load_format == "dummy":
+        return spec
+    packed = packed_as(spec, config.model_path)
+    if packed.packed is None:
+        return spec
+    if (why := start_native(config.cache_path)) is None:
+        return packed
+    log.warning("weights in 4 and 8 bits become 16 or 32 bits: %s", why)
+    return spec
 
 
 def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:

@@ -7,7 +7,7 @@ import gc
 import json
 from typing import TYPE_CHECKING, Any, get_args
 
-from weft.engine.config import EngineConfig, ModelImpl
+from weft.engine.config import GGUF_INDEX, EngineConfig, ModelImpl
 from weft.engine.errors import ConfigError, WeftError
 from weft.engine.wire.preloaded import gpus
 
@@ -65,6 +65,7 @@ def _on_cpu(config: EngineConfig, spec: ModelSpec) -> dict[str, Any] | None:
     from weft.engine.runner.options.machine import CPU_MEMORY_SHARE, CPU_SEQUENCES, has_bfloat16, machine_memory
 
     plain = spec.native and spec.quantization is None and spec.integers is None and len(set(spec.kv_heads)) == 1
+    plain = plain and not (config.model_path / GGUF_INDEX).is_file()
     if not plain or spec.recurrent or config.tensor_parallel_size > 1:
         return None
     dtype, itemsize = ("bfloat16", 2) if spec.dtype == "bfloat16" and has_bfloat16() else ("float32", 4)
@@ -93,7 +94,8 @@ def _devices(config: EngineConfig, spec: ModelSpec) -> dict[str, dict[str, Any]]
     found: dict[str, dict[str, Any]] = {}
     for name in ("cpu",) if gpu() is None else ("cpu", "cuda"):
         there = config.model_copy(update={"device": name})
-        own = served_as(spec, there)
+        # Dummy weights, which need no files, are never packed.
+        own = served_as(spec, there.model_copy(update={"load_format": "auto"}))
         try:
             resolved = resolve(there, own)
         except WeftError as error:
@@ -112,6 +114,8 @@ def _devices(config: EngineConfig, spec: ModelSpec) -> dict[str, dict[str, Any]]
             "kv_tokens": pages * resolved.kv.page_size,
             "max_model_len": resolved.max_model_len,
         }
+        if own.native and own.packed is not None:
+            found[name]["weight_format"] = own.packed.formats
         if resolved.states.pages:
             found[name]["state_bytes_per_request"] = resolved.states.nbytes
     return found
@@ -222,8 +226,9 @@ def _device_text(device: dict[str, Any], each: str) -> str:
         return (
             f"serves it in {device['dtype']}: {size:.1f} GiB of weights, inputs of {device['max_model_len']:,} tokens"
         )
+    packed = f" that stay packed ({device['weight_format']})" if "weight_format" in device else ""
     return (
-        f"serves it in {device['dtype']}: {each}{device['weight_bytes'] / GIB:.1f} GiB of weights, "
+        f"serves it in {device['dtype']}: {each}{device['weight_bytes'] / GIB:.1f} GiB of weights{packed}, "
         f"{device['kv_bytes_per_token'] / 1024:.1f} KiB of KV a token{states}, "
         f"room for {device['kv_tokens']:,} tokens, contexts of {device['max_model_len']:,}"
     )
