@@ -48,7 +48,7 @@ def describe(spec: ModelSpec) -> list[tuple[str, str]]:
         rows.append(
             (
                 "weights on disk",
-                f"{own.bits} bits as {own.method} has them, scales of {by}; a CPU may keep them, a GPU makes them 16 bits",
+                f"{own.bits} bits as {own.method} has them, scales of {by}; kept on a CPU, 16 bits on a GPU",
             )
         )
     tied = "tied" if spec.tie_embeddings else "untied"
