@@ -1,4 +1,4 @@
-"""Weights that stay in 4 and 8 bits on a CPU: the values of the widened model, whatever is joined, moved or cut."""
+"""Weights that stay in 4 and 8 bits on a CPU: the values of the widened model after joining, moving and cutting."""
 
 from __future__ import annotations
 

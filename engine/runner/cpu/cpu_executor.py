@@ -333,7 +333,7 @@ class CpuExecutor:
         self.collectives = collectives or SingleRank()
         self.adapters: dict[int, Adapter] = {}  # Loaded adapters by number.
         self.image_rows = image_rows  # Embeddings of images; None: the model takes none.
-        self.dtype = dtype or weights.norm.dtype  # Of activations.
+        self.dtype = dtype or weights.norm.dtype  # The dtype of activations.
         self.kv_scales = weights.kv_page_scales(spec, kv.dtype)
         self.unit_scales = self.kv_scales is not None and bool((self.kv_scales.scale == 1).all())
         self.means: reference.Means | None = None
