@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -188,7 +189,8 @@ class Embeddings(Dialect):
         usage = self._generation.usage()
         del usage["completion_tokens"]
         data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
-        return {"object": "list", "data": data, "model": self._model, "usage": usage}
+        head = {"id": self._generation.id, "object": "list", "created": int(time.time())}
+        return {**head, "data": data, "model": self._model, "usage": usage}
 
 
 def base64_of(vector: npt.NDArray[np.float32]) -> str:

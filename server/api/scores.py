@@ -361,8 +361,7 @@ class PooledClasses(Classes):
 class PooledEmbeddings(Embeddings):
     def _answer(self, vectors: list[Any]) -> dict[str, Any]:
         data = [{"index": i, "object": "pooling", "data": vector} for i, vector in enumerate(vectors)]
-        answer = super()._answer([])
-        return {"id": self._generation.id, "created": int(time.time()), **answer, "data": data}
+        return {**super()._answer([]), "data": data}
 
 
 class TokenStates(Dialect):

@@ -42,6 +42,7 @@ async def test_an_answer_has_a_vector_of_length_one_for_each_input(server: Serve
     assert [entry["index"] for entry in answer["data"]] == [0, 1, 2]
     assert {entry["object"] for entry in answer["data"]} == {"embedding"}
     assert (answer["object"], answer["model"]) == ("list", "stub")
+    assert {"id", "created"} < set(answer)  # as in vLLM
     count = sum(map(len, ids))
     details = {"cached_tokens": 0}
     assert answer["usage"] == {"prompt_tokens": count, "total_tokens": count, "prompt_tokens_details": details}
