@@ -18,7 +18,7 @@ from live import Daemon, running
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "foreign"
 BUILT = ROOT / "build" / "clients"
-NIGHTLY = {"haystack", "smolagents", "autogen", "outlines", "guidance", "dspy", "cohere"}
+NIGHTLY = {"haystack", "haystack_rerank", "smolagents", "autogen", "outlines", "guidance", "dspy", "cohere"}
 """ten seconds of a core each; `make clients` runs all, and `make test` installs only the others"""
 LISTED = re.findall(r"^(\w+):", (FOLDER / "clients.txt").read_text(), re.MULTILINE)
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         yield daemon
 
 
-RERANKS = {"cohere"}
+RERANKS = {"cohere", "haystack_rerank"}
 """clients that need a reranker instead of the demo"""
 
 
