@@ -12,6 +12,8 @@ import pytest
 import torch
 from colliding import CollidingIndex
 from harness import GREEDY, Harness
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from vision_models import KINDS, MEAN, STD, Picture, Prompt, oracle_logits, prompt_of, write_checkpoint
@@ -19,6 +21,7 @@ from vision_models import KINDS, MEAN, STD, Picture, Prompt, oracle_logits, prom
 from weft.engine.errors import RequestError
 from weft.engine.images.rules import rule_of
 from weft.engine.wire.messages import AddRequest, Finish, Image
+from weft.engine.wire.page_keys import image_parts, page_keys
 from weft.engine.wire.pixels import PixelShelf
 from weft.engine.wire.sampling import SamplingParams
 from weft.server.replicas.replicas import PromptPages, Replica
@@ -463,3 +466,50 @@ def test_patches_are_those_of_the_image_processor(make: Maker) -> None:
     made = processor(images=[tile], input_data_format="channels_last", return_tensors="pt")
     grid = tuple(made["image_grid_thw"][0].tolist())
     assert torch.equal(tower.vision._patches(tower._normalise(torch.from_numpy(tile)), grid), made["pixel_values"])
+
+
+def test_answers_belong_to_their_own_pictures(make: Maker) -> None:
+    """Many pictures with the same text, each several times, at once, in a small pool of pages with a host tier."""
+    served = make.engine(num_pages=60, host_kv_gib=0.01, encoder_cache_tokens=48, max_num_batched_tokens=32)
+    before, after = make.text(5), make.text(4)
+    prompts = [make.prompt(before, make.picture(number % 2), after) for number in range(8)]
+    served.serve([prompts[number] for number in make.rng.permutation(np.arange(24) % 8)], 4)
+    assert served.images.stats().hits > 0
+
+
+@pytest.mark.parametrize("make", ["gemma3"], indirect=True)
+def test_a_limit_on_the_time_between_tokens_never_divides_a_picture(make: Maker) -> None:
+    served = make.engine(itl_slo="p99:1ms", max_num_batched_tokens=16)
+    text = make.prompt(make.text(5))
+    decoding = served.harness.add(text.ids, max_tokens=60, logprobs=0, **GREEDY)
+    served.harness.step()
+    served.serve([make.prompt(make.text(6), make.picture(), make.text(20), make.picture(), make.text(2))])
+    served.check(text, decoding)
+
+
+@given(
+    tokens=st.lists(st.integers(0, 3), min_size=8, max_size=24),
+    page_size=st.sampled_from([1, 2, 4]),
+    start=st.integers(0, 7),
+    length=st.integers(1, 8),
+    shift=st.integers(0, 3),
+)
+def test_pages_share_keys_only_before_the_first_page_with_another_picture(
+    tokens: list[int], page_size: int, start: int, length: int, shift: int
+) -> None:
+    ids = np.array(tokens, np.int32)
+    length = min(length, len(ids) - start)
+
+    def keys(digest: bytes, at: int) -> list[bytes]:
+        images = [Image(digest * 32, at, b"", length, "", ((4, 4),), ())]
+        return page_keys(b"root", ids, page_size, images=image_parts(images, page_size))
+
+    own, plain = keys(b"a", start), page_keys(b"root", ids, page_size)
+    assert keys(b"a", start) == own
+    others = [keys(b"b", start), plain]
+    if 0 < shift <= len(ids) - start - length:
+        others.append(keys(b"a", start + shift))
+    for other in others:
+        same = [a == b for a, b in zip(own, other, strict=True)]
+        shared = min(start // page_size, len(own))
+        assert same == [True] * shared + [False] * (len(own) - shared)
