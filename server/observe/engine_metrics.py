@@ -13,6 +13,7 @@ from weft.engine.wire.messages import (
     EnergyStats,
     EngineReady,
     EngineStats,
+    ImageStats,
     LengthHits,
     PlanStats,
     SchedulerStats,
@@ -47,6 +48,20 @@ _TIER_GAUGES = (
     ("weft_kv_tier_capacity_pages", "capacity", "Capacity of a tier in KV pages"),
     ("weft_kv_tier_up", "up", "1 while a tier works, 0 after a failure switched it off"),
 )
+
+
+def _images(stats: ImageStats) -> Iterable[str]:
+    """Yield the metrics of vision towers, also under vLLM's names."""
+    yield _counter("weft_encoder_images", "Images encoded", stats.encoded)
+    yield _counter("weft_encoder_tokens", "Embeddings computed for images", stats.tokens)
+    yield _counter("weft_encoder_seconds", "Device seconds for the embeddings of images", stats.seconds)
+    yield _counter("weft_encoder_cache_queries", "Images that prompts needed, outside cached prefixes", stats.queries)
+    yield _counter("weft_encoder_cache_hits", "Images whose embeddings were cached", stats.hits)
+    yield _counter("weft_encoder_failures", "Images that could not be encoded", stats.failures)
+    yield _gauge("weft_encoder_cache_used_tokens", "Embeddings in the cache", stats.rows)
+    yield _gauge("weft_encoder_cache_capacity_tokens", "Embeddings that fit the cache", stats.capacity)
+    yield _counter("vllm:mm_cache_queries", "weft_encoder_cache_queries_total", stats.queries)
+    yield _counter("vllm:mm_cache_hits", "weft_encoder_cache_hits_total", stats.hits)
 
 
 class EngineFigures:
@@ -177,6 +192,8 @@ class EngineMetrics:
         idle = "Device idle between iterations while requests were open"
         yield _counter("weft_device_idle_seconds", idle, engine.iterations_idle_seconds)
         yield from self._energy(engine.energy)
+        if engine.images is not None:
+            yield from _images(engine.images)
 
         yield _gauge("vllm:num_requests_running", "weft_requests_running", stats.running)
         yield _gauge("vllm:num_requests_waiting", "weft_requests_waiting", stats.waiting)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from weft.engine.wire.messages import EnergyStats, EngineStats, LengthHits, TierStats
+from weft.engine.wire.messages import EnergyStats, EngineStats, ImageStats, LengthHits, TierStats
 
 Stats = TypeVar("Stats", bound=Struct)
 
@@ -20,6 +20,7 @@ _SCHEDULER = (
     "overtaken", "chunks_late",
 )  # fmt: skip
 _ENERGY = ("joules", "idle_joules", "charged")
+_IMAGES = ("encoded", "tokens", "seconds", "queries", "hits", "failures")
 _TIER = (
     "hit_tokens", "missed_tokens", "bytes_in", "bytes_out", "bytes_saved", "raw_pages", "evictions", "spilled",
     "prefetched", "failures",
@@ -47,7 +48,10 @@ def plus(before: EngineStats, now: EngineStats) -> EngineStats:
     if before.energy is not None:
         source = energy or EnergyStats(source=before.energy.source)
         energy = _raised(source, before.energy, _ENERGY)
-    return replace(_raised(now, before, _ENGINE), scheduler=scheduler, energy=energy)
+    images = now.images
+    if before.images is not None:
+        images = _raised(images or ImageStats(), before.images, _IMAGES)
+    return replace(_raised(now, before, _ENGINE), scheduler=scheduler, energy=energy, images=images)
 
 
 def _counts(now: dict[str, int], before: dict[str, int]) -> dict[str, int]:
@@ -61,10 +65,12 @@ def _raised(now: Stats, before: Stats, names: tuple[str, ...]) -> Stats:
 def summed(engines: Sequence[EngineStats]) -> EngineStats:
     """Sum counters and gauges of several engines, without the last iteration. A tier is up if it is up in all."""
     named = {name: sum(getattr(engine, name) for engine in engines) for name in (*_ENGINE, "log_lines_dropped")}
+    seeing = [engine.images for engine in engines if engine.images is not None]
     metered = [engine.energy for engine in engines if engine.energy is not None]
     return EngineStats(
         scheduler=reduce(_added, [engine.scheduler for engine in engines]),
         plan=reduce(_added, [engine.plan for engine in engines]),
+        images=reduce(_added, seeing) if seeing else None,
         energy=reduce(lambda one, other: _raised(one, other, _ENERGY), metered) if metered else None,
         **named,
     )

@@ -15,6 +15,7 @@ import openai
 import pytest
 import torch
 from image_model import PREPROCESSOR, data_url, file_of, part, picture
+from test_metrics import SEEING
 from transformers import AutoModelForImageTextToText, Idefics3Processor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
@@ -141,6 +142,13 @@ async def test_clients_see_cached_images(engine: Engine) -> None:
             )
             for _ in range(2)
         ]
+        lines = (await http.get("/metrics")).text.splitlines()
+    figures = dict(line.rsplit(" ", 1) for line in lines if line[0] != "#")
+    types = dict(line.split(" ")[2:4] for line in lines if line.startswith("# TYPE "))
+    for name, kind in SEEING.items():
+        assert types[f"{name}_total" if kind == "counter" else name] == kind
+    assert float(figures["weft_encoder_tokens_total"]) >= 4 * float(figures["weft_encoder_images_total"]) > 0
+    assert float(figures["weft_encoder_cache_queries_total"]) == float(figures["vllm:mm_cache_queries_total"]) > 0
     first, second = (answer.usage for answer in made)
     assert first is not None
     assert second is not None

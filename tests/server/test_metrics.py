@@ -128,6 +128,19 @@ METERED = {
     "weft_energy_request_joules": "counter",
 }
 """exposed if a counter is read (test_energy.py)"""
+SEEING = {
+    "weft_encoder_images": "counter",
+    "weft_encoder_tokens": "counter",
+    "weft_encoder_seconds": "counter",
+    "weft_encoder_cache_queries": "counter",
+    "weft_encoder_cache_hits": "counter",
+    "weft_encoder_failures": "counter",
+    "weft_encoder_cache_used_tokens": "gauge",
+    "weft_encoder_cache_capacity_tokens": "gauge",
+    "vllm:mm_cache_queries": "counter",
+    "vllm:mm_cache_hits": "counter",
+}
+"""exposed if a model takes images (test_images_live.py)"""
 RANKS = {"weft_engine_ranks": "gauge", "weft_rank_last_beat_seconds": "gauge"}
 """exposed if several ranks share a model (test_lifecycle.py)"""
 OF_SEVERAL_MODELS = {"weft_model_time_to_first_token_seconds": "histogram"}
