@@ -82,14 +82,18 @@ def check_triton(shape: AttentionShape) -> None:
 
 
 def make_host_attention(
-    name: BackendName, shape: AttentionShape, *, batch_invariant: bool = False
+    name: BackendName, shape: AttentionShape, *, batch_invariant: bool = False, native: bool = False
 ) -> HostAttention[Any]:
     """Return a backend that plans on the host. Raises `AttentionUnavailable`. For `triton` see `triton_backend`.
 
-    batch_invariant: a request's sums are added in the same order in any batch."""
+    batch_invariant: a request's sums are added in the same order in any batch. native: compute decodes of `torch` in
+    C++, if they can be."""
     if name == "torch":
+        from weft.kernels.attention.native_backend import NativeAttention, serves
         from weft.kernels.attention.torch_backend import TorchAttention
 
+        if native and serves(shape):
+            return NativeAttention(shape, batch_invariant=batch_invariant)
         return TorchAttention(shape, batch_invariant=batch_invariant)
     if name == "flash-attn":
         from weft.kernels.attention.flash_backend import FlashAttention

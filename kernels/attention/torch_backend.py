@@ -46,12 +46,14 @@ class TorchAttention(HostAttention[TorchStep]):
 
     batch_invariant: results do not depend on the other requests of the iteration. Each decode is a separate group.
     Prompts are computed in tiles of `INVARIANT_TILE` positions, whose shape and rows follow from the position alone,
-    independent of chunk limits; no group contains two requests. This is slower: more and smaller GEMMs."""
+    independent of chunk limits; no group contains two requests. This is slower: more and smaller GEMMs.
+
+    decodes: whether to plan them; else only chunks."""
 
     captured = False
 
-    def __init__(self, shape: AttentionShape, *, batch_invariant: bool = False) -> None:
-        self._invariant = batch_invariant
+    def __init__(self, shape: AttentionShape, *, batch_invariant: bool = False, decodes: bool = True) -> None:
+        self._invariant, self._decodes = batch_invariant, decodes
         self._shape = shape
         self._page_size, self._group_size, self._device = shape.page_size, shape.group, shape.device
         self._dtype = shape.dtype
@@ -60,7 +62,7 @@ class TorchAttention(HostAttention[TorchStep]):
 
     def prepare(self, requests: AttentionRequests) -> TorchStep:
         planned = {window: self._plan(requests, window) for window in set(self._shape.windows)}
-        needed = max(len(g.pages) for d, p in planned.values() for g in d + p) * self._page_elements
+        needed = max((len(g.pages) for d, p in planned.values() for g in d + p), default=0) * self._page_elements
         if needed > self._scratch.shape[1]:
             self._scratch = torch.zeros(2, needed, dtype=self._scratch.dtype, device=self._device)
         return {
@@ -76,7 +78,8 @@ class TorchAttention(HostAttention[TorchStep]):
         num_pages = -(-requests.kv_len // self._page_size) - first
         d = requests.num_decodes
         if self._invariant:
-            alone = tuple(self._group(requests, np.array([row]), num_pages, first, window) for row in range(d))
+            rows = range(d if self._decodes else 0)
+            alone = tuple(self._group(requests, np.array([row]), num_pages, first, window) for row in rows)
             return alone, tuple(self._tiles(requests, window))
 
         def groups(lengths: NDArray[np.int32], start: int) -> tuple[AttentionGroup, ...]:
@@ -86,7 +89,7 @@ class TorchAttention(HostAttention[TorchStep]):
                 for part in self._parts(requests, rows + start, num_pages)
             )
 
-        return groups(num_pages[:d], 0), groups(requests.query_len[d:], d)
+        return groups(num_pages[:d], 0) if self._decodes else (), groups(requests.query_len[d:], d)
 
     def decode(
         self,

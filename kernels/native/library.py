@@ -26,8 +26,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-SOURCES = ("vectors.h", "threads.h", "products.h", "weft.cpp")
-ABI = 1  # of weft.cpp
+SOURCES = ("vectors.h", "threads.h", "products.h", "attention.h", "layers.h", "weft.cpp")
+ABI = 2  # of weft.cpp
 VARIANTS = (
     (
         "avx512vnni",

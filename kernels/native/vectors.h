@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <immintrin.h>
+#include <initializer_list>
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -46,11 +47,61 @@ INLINE Floats load_half(const uint16_t *from) {
 
 // bfloat16: the upper half of a float, rounded to nearest even.
 INLINE float brain_value(uint16_t b) { return from_bits((uint32_t)b << 16); }
-INLINE uint16_t to_brain(float v) {
-    uint32_t bits;
-    memcpy(&bits, &v, 4);
-    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 64);  // NaN stays NaN
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+
+INLINE Floats load_brain(const uint16_t *from) {
+    return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16);
+}
+INLINE void store_brain(uint16_t *to, Floats v) {
+    const Words bits = (Words)v;
+    const Words rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, nan = bits >> 16 | 64;
+    store(to, __builtin_convertvector((bits & 0x7fffffff) > 0x7f800000 ? nan : rounded, Halves));
+}
+
+INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    __m256 x[2], y[2], z[2];
+    memcpy(x, &a, 64);
+    memcpy(y, &b, 64);
+    memcpy(z, &c, 64);
+    for (int i = 0; i < 2; i++) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
+    return load<Floats>(z);
+#endif
+}
+
+// Adds the lanes, in the same order on every CPU.
+INLINE float total(Floats v) {
+    __m256 half[2];
+    memcpy(half, &v, 64);
+    const __m256 eight = _mm256_add_ps(half[0], half[1]);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+INLINE float largest(Floats v) {
+    float most = v[0];
+    for (int i = 1; i < LANES; i++) most = v[i] > most ? v[i] : most;
+    return most;
+}
+
+// e^x to about 2 units in the last place; NaN stays NaN.
+INLINE Floats exponential(Floats x) {
+    x = x < splat(-87.0f) ? splat(-87.0f) : x;
+    x = x > splat(88.0f) ? splat(88.0f) : x;
+    const Floats magic = splat(0x1.8p23f), shifted = multiply_add(x, splat(1.44269504f), magic), n = shifted - magic;
+    Floats r = multiply_add(n, splat(-0x1.62e4p-1f), x);
+    r = multiply_add(n, splat(-0x1.7f7d1cp-20f), r);
+    Floats p = splat(1.0f / 720);
+    for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = multiply_add(p, r, splat(c));
+    const Words power = ((Words)shifted + 127) << 23;
+    return p * (Floats)power;
+}
+INLINE Floats hyperbolic_tangent(Floats x) {
+    return splat(1) - splat(2) / (exponential(x * 2) + 1);
 }
 
 // How 4 columns of 16 rows are multiplied: `Operand` is made once of the codes, `dot` adds code times x for each row.

@@ -18,6 +18,7 @@ from weft.engine.model.operations import ALL_REDUCE, Operation, Role
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.runner.cpu.cpu_states import CpuStates, StateStep
+from weft.engine.runner.cpu.native_layers import NativeLayers, native_layers
 from weft.engine.runner.device.collectives import Collectives, SingleRank
 from weft.engine.runner.device.image_rows import ImageRows
 from weft.engine.runner.device.launchers import launchers_for
@@ -350,6 +351,7 @@ class CpuExecutor:
             self.states = CpuStates(spec, states, kv, alone=invariant, collectives=self.collectives)
         self.block_rows = 0  # Rows per block of operations between attentions; 0: no blocks.
         self._must_find_block_rows = invariant
+        self.native: NativeLayers | None = None  # The same operations in C++, if they can be.
         self._last_attention = -1
         """Step after which rows that are not read are dropped; -1: never, as routers of parallel blocks ran before."""
         launchers = launchers_for(spec, TABLE, "the CPU")
@@ -364,6 +366,9 @@ class CpuExecutor:
         """The axis that each pair of a head turns with, by rope; None: there is one position."""
         if spec.experts is None or not spec.placement.parallel:
             self._last_attention = max(i for i, (_, op, _) in enumerate(self._steps) if op.role.attends)
+
+        if not self._deep_ends:
+            self.native = native_layers(spec, weights, kv, attention, self._steps)
 
     def rotated(self, positions: Tensor, rope: Tensor | None) -> list[Tensor]:
         """Return the rows `[T, D/2, 2]` of each rotary table. rope `[3, T]`: positions of M-RoPE."""
@@ -409,6 +414,8 @@ class CpuExecutor:
 
     def _forward(self, inputs: CpuInputs, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """rows `[N]`: rows to keep after the last attention, and to return in this order; None: all."""
+        if self.native is not None and not self.adapters:
+            return self._forward_natively(self.native, inputs, rows)
         if self._must_find_block_rows:  # found here, because GEMMs also depend on the calling thread's thread count
             # An expert multiplies all its rows at once, and their number depends on the rest of the batch.
             candidates = BLOCK_ROWS if self.spec.experts is None else (1,)
@@ -426,6 +433,28 @@ class CpuExecutor:
             if step in self._deep_ends:
                 iteration.add_deepstack(layer)
         return iteration.activations["x"], iteration.sumsq
+
+    def _forward_natively(
+        self, native: NativeLayers, inputs: CpuInputs, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """`_forward` in C++, except for prefill attention. It is invariant without blocks."""
+        it = _Iteration(self, inputs)
+        steps = native.begin(it.activations, it.rotary, inputs.slot_mapping, inputs.attention)
+        it.sumsq = steps.sumsq
+        begin = 0
+        for step, (launch, op, layer) in enumerate(self._steps):
+            last = step == self._last_attention
+            if op.role is Role.PREFILL_ATTENTION and (steps.chunks or last):
+                steps.run(begin, step)
+                if steps.chunks:
+                    launch(it, op, layer)
+                begin = step + 1
+            if last and rows is not None:
+                if not len(rows):
+                    return steps.x[:0], steps.sumsq[:0]
+                steps = steps.keep(rows)
+        steps.run(begin, len(self._steps))
+        return steps.x, steps.sumsq
 
     def _forward_in_blocks(self, inputs: CpuInputs, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """`_forward` with all operations but attention run per block of rows. Padding tokens fill the last block."""

@@ -108,8 +108,9 @@ class CpuRunner:
         else:
             assert isinstance(weights, Weights)
             attention = make_host_attention(
-                config.attention, config.attention_shape(spec), batch_invariant=config.batch_invariant
-            )
+                config.attention, config.attention_shape(spec), batch_invariant=config.batch_invariant,
+                native=spec.packed is not None,
+            )  # fmt: skip
             self._executor = CpuExecutor(
                 spec, weights, self.kv, attention, states=config.states, invariant=config.batch_invariant,
                 collectives=collectives, image_rows=image_rows, dtype=config.compute_dtype,
