@@ -193,7 +193,7 @@ class Images:
 
     def commit(self, result: StepResult) -> list[Request]:
         """Take the result of an iteration: images whose tokens are all confirmed are released. Returns the requests
-        whose images could not be encoded, which must end; their pages must not be shared."""
+        whose images could not be encoded, which must end without sharing pages."""
         s, batch = self._slots, result.batch
         if (launched := self._launched.pop(batch.step, None)) is None:
             return []
@@ -208,7 +208,6 @@ class Images:
         for slot in s.running().tolist():
             request = s.of(slot)
             if any(image.rows is rows for rows in broken for image in request.images):
-                request.publishable = False
                 ended.append(request)
             for image in request.images:
                 if image.rows is not None and s.confirmed[slot] >= image.end:
