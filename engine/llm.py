@@ -172,8 +172,8 @@ class LLM:
                     continue
                 for started in outputs.started:
                     cached[started.handle - base] = started.cached_tokens
-                for handle, entry in outputs.logprobs.items():
-                    logprobs[handle - base].append(entry)
+                for handle, entries in outputs.logprobs.items():
+                    logprobs[handle - base] += entries
                 for handle, token, reason in zip(*(c.tolist() for c in outputs.columns()), strict=True):
                     if token >= 0:
                         tokens[handle - base].append(token)

@@ -12,7 +12,7 @@ from weft.engine.wire.sampling import COLUMNS
 
 _I, _F = np.int32, np.float32
 _KINDS: tuple[type[np.generic], ...] = (
-    np.int64,  # step, decodes, columns of the page table, words of a mask, pages of a state (-1: no states)
+    np.int64,  # step, decodes, columns of the page table, words of a mask, pages of a state (-1: no states), drafts
     *(_I, _I, _I, _I, _I, _I, np.int64),  # rows of requests and tokens
     *(_I, _I, _I, _I),  # page table, sampled rows
     *(_F, _I, _I, _F, _I, _I, _I, _I),  # draws, biases, masks, requested log-probabilities
@@ -26,7 +26,7 @@ _KINDS: tuple[type[np.generic], ...] = (
 def arrays_of(batch: Batch) -> list[np.ndarray]:
     s, resets, scores = batch.sampling, batch.count_resets, batch.prompt_logprobs
     state_pages = -1 if batch.states is None else batch.states.read.shape[1]
-    numbers = [batch.step, batch.num_decodes, batch.page_table.shape[1], s.masks.shape[1], state_pages]
+    numbers = [batch.step, batch.num_decodes, batch.page_table.shape[1], s.masks.shape[1], state_pages, batch.drafted]
     empty = np.zeros(0, np.int32)
     arrays = [
         np.array(numbers, np.int64),
@@ -56,7 +56,7 @@ def batch_of(arrays: Sequence[Bytes]) -> Batch:
     def take(count: int) -> list[np.ndarray]:
         return [next(typed) for _ in range(count)]
 
-    step, decodes, pages, words, state_pages = next(typed).tolist()
+    step, decodes, pages, words, state_pages, drafted = next(typed).tolist()
     slots, epochs, query_len, kv_len, token_ids, positions, slot_mapping = take(7)
     page_table, sampled_rows, *sampled = take(4)
     uniform, bias_rows, bias_ids, bias_values, mask_rows, masks, logprob_rows, logprob_ids = take(8)
@@ -89,6 +89,7 @@ def batch_of(arrays: Sequence[Bytes]) -> Batch:
             read.reshape(-1, state_pages), fresh, write.reshape(-1, state_pages), rows, ends,
             copies.reshape(-1, state_pages),
         ),
+        drafted=bool(drafted),
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from weft.engine.runner.iteration.batch import (
     uniform_draw,
 )
 from weft.engine.scheduling import constraints
+from weft.engine.scheduling.grammar import Mask
 from weft.engine.scheduling.slots import Phase, SlotTable
 
 SUPPRESSED = -1e30
@@ -24,21 +26,38 @@ SUPPRESSED = -1e30
 Chunk = tuple[int, int]  # (slot, tokens) of a prefill
 
 
+class ChosenDrafts(NamedTuple):
+    """The drafts of an iteration's n decodes."""
+
+    tokens: I32  # All drafts, in order of the decodes.
+    length: I32  # `[n]` drafts of each decode.
+    masks: dict[int, list[Mask]]
+    """Masks of all positions of decodes with drafts whose tokens are restricted, by slot."""
+
+
 def build_batch(
-    s: SlotTable, page_size: int, step: int, decodes: I32, chunks: Sequence[Chunk], count_resets: Sequence[CountReset]
-) -> Batch:
+    s: SlotTable, page_size: int, step: int, decodes: I32, chunks: Sequence[Chunk], count_resets: Sequence[CountReset],
+    drafts: ChosenDrafts | None = None,
+) -> Batch:  # fmt: skip
     """Build the batch of iteration `step`. Advances the slots' `scheduled` and `in_flight` counters."""
     num_decodes = len(decodes)
     rows = np.concatenate((decodes, np.array([c[0] for c in chunks], np.int32)))
     query_len = np.ones(len(rows), np.int32)
     query_len[num_decodes:] = [c[1] for c in chunks]
     start = s.scheduled.take(rows)
+    decode_tokens = num_decodes
+    if drafts is not None:
+        query_len[:num_decodes] += drafts.length
+        decode_tokens += len(drafts.tokens)
     total = int(query_len.sum())
     token_ids = np.full(total, -1, np.int32)
     positions = np.empty(total, np.int32)
-    positions[:num_decodes] = start[:num_decodes]
     token_rows = np.repeat(np.arange(len(rows), dtype=np.int32), query_len)
-    at = num_decodes
+    if drafts is None:
+        positions[:num_decodes] = start[:num_decodes]
+    else:
+        _place_drafts(s, decodes, drafts, token_rows[:decode_tokens], token_ids, positions)
+    at = decode_tokens
     scored: list[PromptLogprobs] = []
     pooled: list[Pooled] = []
     for row, (slot, length) in enumerate(chunks, start=num_decodes):
@@ -61,15 +80,38 @@ def build_batch(
     target = s.target.take(rows)
     samples = (np.arange(len(rows)) < num_decodes) | ((end == target) & (target < s.max_total_tokens.take(rows)))
     sampled_rows = np.flatnonzero(samples).astype(np.int32)
+    logit_tokens = np.cumsum(query_len) - 1
+    if drafts is not None:
+        # Every token of a decode is sampled.
+        logit_tokens = np.concatenate((np.arange(decode_tokens), logit_tokens[sampled_rows[num_decodes:]]))
+        sampled_rows = np.concatenate((token_rows[:decode_tokens], sampled_rows[num_decodes:]))
+        index = positions[logit_tokens] + 1
+    else:
+        logit_tokens = logit_tokens[sampled_rows]
+        index = end[sampled_rows]
     s.phase[rows[end >= target]] = Phase.DECODE
     return Batch(
         step=step, num_decodes=num_decodes, slots=rows, epochs=s.epoch.take(rows), query_len=query_len, kv_len=end,
         token_ids=token_ids, positions=positions, slot_mapping=pages * page_size + positions % page_size,
         page_table=s.page_table[rows, : int(s.num_pages[rows].max())], sampled_rows=sampled_rows,
-        sampling=_sampling(s, rows[sampled_rows], (np.cumsum(query_len) - 1)[sampled_rows], end[sampled_rows]),
+        sampling=_sampling(s, rows[sampled_rows], logit_tokens, index, {} if drafts is None else drafts.masks),
         count_resets=tuple(count_resets), prompt_logprobs=tuple(scored), pooled=tuple(pooled),
-        adapters=adapters if (adapters := s.adapter.take(rows)).any() else None,
+        adapters=adapters if (adapters := s.adapter.take(rows)).any() else None, drafted=drafts is not None,
     )  # fmt: skip
+
+
+def _place_drafts(
+    s: SlotTable, decodes: I32, drafts: ChosenDrafts, rows: I32, token_ids: I32, positions: I32
+) -> None:  # fmt: skip
+    """Write the tokens and positions of decodes with drafts. `rows` is the row of each of their tokens. A decode whose
+    newest token is on the host gets its id, so that it does not need the device's copy."""
+    first = np.searchsorted(rows, np.arange(len(decodes)))
+    offset = np.arange(len(rows)) - first[rows]
+    positions[: len(rows)] = s.scheduled[decodes][rows] + offset
+    is_draft = offset > 0
+    token_ids[: len(rows)][is_draft] = drafts.tokens
+    known = s.in_flight[decodes] == 0
+    token_ids[first[known]] = s.token_ids[decodes[known], s.scheduled[decodes[known]]]
 
 
 def _prompt_logprobs(s: SlotTable, row: int, slot: int, first: int, length: int, at: int) -> PromptLogprobs | None:
@@ -84,8 +126,10 @@ def _prompt_logprobs(s: SlotTable, row: int, slot: int, first: int, length: int,
     return PromptLogprobs(row, token_rows, s.token_ids[slot, low + 1 : high + 1].copy(), int(s.prompt_logprobs[slot]))
 
 
-def _sampling(s: SlotTable, slots: I32, logit_tokens: np.ndarray, index: I32) -> SamplingInputs:
-    """`index [S]` is the index of each new token in its request."""
+def _sampling(
+    s: SlotTable, slots: I32, logit_tokens: np.ndarray, index: I32, draft_masks: dict[int, list[Mask]]
+) -> SamplingInputs:
+    """`index [S]` is the index of each new token in its request. `draft_masks` are those of `ChosenDrafts`."""
     bias_rows: list[np.ndarray] = []
     bias_ids: list[np.ndarray] = []
     bias_values: list[np.ndarray] = []
@@ -117,7 +161,7 @@ def _sampling(s: SlotTable, slots: I32, logit_tokens: np.ndarray, index: I32) ->
         bias_ids=np.concatenate(bias_ids) if bias_ids else none_i,
         bias_values=np.concatenate(bias_values) if bias_values else none_f,
         mask_rows=mask_rows,
-        masks=constraints.masks(s, slots[mask_rows]) if len(mask_rows) else none_i.reshape(0, 0),
+        masks=constraints.masks(s, slots[mask_rows], draft_masks) if len(mask_rows) else none_i.reshape(0, 0),
         logprob_rows=np.array([row for row, ids in wanted_ids for _ in ids], np.int32),
         logprob_ids=np.array([token_id for _, ids in wanted_ids for token_id in ids], np.int32),
     )

@@ -7,6 +7,8 @@ bound.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -31,9 +33,59 @@ def may_decode(s: SlotTable, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.boo
     return free
 
 
-def masks(s: SlotTable, slots: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Return the masks `[n, ceil(V / 32)]` of the next tokens of these slots."""
-    return np.stack([_mask(s.of(slot)) for slot in slots.tolist()])
+def masks(s: SlotTable, slots: npt.NDArray[np.int32], of_drafts: Mapping[int, Sequence[Mask]]) -> npt.NDArray[np.int32]:
+    """Return the masks `[n, ceil(V / 32)]` of the next tokens of these slots. A slot with drafts occurs once for each
+    of its positions, and its masks are given by slot (`with_drafts`)."""
+    if not of_drafts:
+        return np.stack([_mask(s.of(slot)) for slot in slots.tolist()])
+    given = {slot: iter(masks) for slot, masks in of_drafts.items()}
+    return np.stack([next(given[slot]) if slot in given else _mask(s.of(slot)) for slot in slots.tolist()])
+
+
+def room(request: Request, most: int) -> int:
+    """Return how many drafts a request may have, at most `most`: a bound on thinking must not act between them."""
+    bound = request.thinking
+    return most if bound is None or bound.settled else min(most, bound.ahead)
+
+
+def forced(request: Request, most: int) -> list[int]:
+    """Return the tokens, at most `most`, that a request's grammar hardly leaves a choice about."""
+    if request.grammar is None or not most:
+        return []
+    return request.grammar.matcher.compute_ff_tokens()[:most]
+
+
+def with_drafts(requests: Sequence[tuple[Request, Sequence[int]]]) -> list[list[Mask]]:
+    """Return the masks of the position before each request's drafts and of those after each of them. A list shorter
+    than that means that only so many drafts less one can be verified; one mask means none. Some tokens only are allowed
+    next in every one of these requests."""
+    grammars = [(request.grammar, drafts) for request, drafts in requests if request.grammar is not None]
+    computed = iter(grammars[0][0].compute_ahead(grammars) if grammars else ())
+    return [
+        _positions(request, drafts, next(computed) if request.grammar is not None else None)
+        for request, drafts in requests
+    ]
+
+
+def _positions(request: Request, drafts: Sequence[int], of_grammar: Sequence[Mask] | None) -> list[Mask]:
+    masks = [_mask(request)]
+    if request.stuck:
+        return masks
+    state = request.words_state
+    for i, draft in enumerate(drafts, 1):
+        if of_grammar is not None and i >= len(of_grammar):
+            break
+        mask = request.allowed
+        if of_grammar is not None:
+            mask = of_grammar[i] if mask is None else of_grammar[i] & mask
+        assert mask is not None
+        if request.bad_words is not None:
+            state = request.bad_words.after(state, draft)
+            mask = without(mask, request.bad_words.banned(state))
+        if not mask.any():
+            break  # if this draft is right, the next iteration ends the request
+        masks.append(mask)
+    return masks
 
 
 def _mask(request: Request) -> Mask:
@@ -60,14 +112,15 @@ def _mask(request: Request) -> Mask:
 def advance(
     s: SlotTable, slots: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32], finish: npt.NDArray[np.uint8]
 ) -> dict[int, str]:
-    """Update constraints with new tokens. Requests whose grammar ends stop: `finish` is written, and `tokens` where a
-    token must not be reported. Returns errors by handle: grammars that exceeded a limit, and constraints that allowed
-    no token."""
+    """Update constraints with new tokens; a slot occurs once for each of its tokens. Requests whose grammar ends stop:
+    `finish` is written, and `tokens` where a token must not be reported. A slot's tokens after its end are ignored.
+    Returns errors by handle: grammars that exceeded a limit, and constraints that allowed no token."""
     errors: dict[int, str] = {}
-    going: list[Grammar] = []
+    going: dict[Grammar, None] = {}
+    ended = -1
     for i in np.flatnonzero(s.constrained[slots]).tolist():
         request, token = s.of(slots[i]), int(tokens[i])
-        if finish[i] == Finish.NONFINITE:
+        if finish[i] == Finish.NONFINITE or request.handle == ended:
             continue
         if request.stuck:
             finish[i], tokens[i] = Finish.REFUSED, -1
@@ -82,12 +135,15 @@ def advance(
             continue
         matcher = grammar.matcher
         if not finish[i] and matcher.consume_token(token) and not matcher.is_stopped():
-            going.append(grammar)
-        elif matcher.is_error():
+            going[grammar] = None
+            continue
+        going.pop(grammar, None)
+        ended = request.handle
+        if matcher.is_error():
             finish[i] = Finish.REFUSED
             errors[request.handle] = f"the grammar failed: {' '.join(matcher.get_error().split())}"[:300]
         elif not finish[i]:
             finish[i] = Finish.STOP
     if going:
-        going[0].compute(going)
+        next(iter(going)).compute(list(going))
     return errors

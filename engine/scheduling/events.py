@@ -21,7 +21,7 @@ class Events(NamedTuple):
     tokens: np.ndarray
     finish: np.ndarray
     started: list[Started]
-    logprobs: dict[int, TokenLogprobs]
+    logprobs: dict[int, list[TokenLogprobs]]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     errors: dict[int, str]
     pooled: dict[int, bytes]
@@ -42,18 +42,18 @@ class Events(NamedTuple):
         )
 
 
-def nonfinite_rows(result: StepResult) -> np.ndarray:
-    """Return `[R]` bool: rows of the batch whose sampled or scored logits are not finite."""
+def nonfinite_results(result: StepResult) -> tuple[np.ndarray, np.ndarray]:
+    """Return `[R]` rows of the batch whose prompt has scores or hidden states that are not finite, and `[S]` samples of
+    those rows or of logits that are not finite, bool."""
     batch = result.batch
-    nonfinite = np.zeros(batch.num_requests, np.bool_)
-    if result.nonfinite is not None:
-        nonfinite[batch.sampled_rows[result.nonfinite]] = True
+    rows = np.zeros(batch.num_requests, np.bool_)
     for asked, columns in zip(batch.prompt_logprobs, result.prompt_logprobs, strict=True):
-        nonfinite[asked.row] |= bool(np.isnan(columns.values).any())
+        rows[asked.row] |= bool(np.isnan(columns.values).any())
     if result.pooled is not None:
         for of, total in zip(batch.pooled, result.pooled, strict=True):
-            nonfinite[of.row] |= not np.isfinite(total).all()
-    return nonfinite
+            rows[of.row] |= not np.isfinite(total).all()
+    samples = rows[batch.sampled_rows]
+    return rows, samples if result.nonfinite is None else samples | result.nonfinite
 
 
 def add_pooled(slots: SlotTable, result: StepResult, live: np.ndarray) -> None:
@@ -73,12 +73,13 @@ def embedding(request: Request) -> bytes:
     return (request.pooled / count).astype(np.float32).tobytes()
 
 
-def token_logprobs(slots: SlotTable, result: StepResult, sampled: np.ndarray) -> dict[int, TokenLogprobs]:
-    """Return log-probabilities by handle, for rows that requested them, where `sampled [S]` is true."""
+def token_logprobs(slots: SlotTable, result: StepResult, sampled: np.ndarray) -> dict[int, list[TokenLogprobs]]:
+    """Return log-probabilities by handle, for rows that requested them, where `sampled [S]` is true. A request has one
+    for each of its new tokens, in order."""
     columns, sampling = result.logprobs, result.batch.sampling
     if columns is None:
         return {}
-    out: dict[int, TokenLogprobs] = {}
+    out: dict[int, list[TokenLogprobs]] = {}
     most = int(np.bincount(sampling.logprob_rows).max()) if len(sampling.logprob_rows) else 0
     requested = columns.ids.shape[1] - most
     for i, row in enumerate(columns.rows.tolist()):
@@ -86,9 +87,10 @@ def token_logprobs(slots: SlotTable, result: StepResult, sampled: np.ndarray) ->
             width, asked = 1 + int(sampling.columns["logprobs"][row]), int((sampling.logprob_rows == row).sum())
             # The requested ids follow the best ones of the row that has most of them.
             kept = [*range(min(width, requested)), *range(requested, requested + asked)]
-            out[int(slots.handle[sampling.slots[row]])] = TokenLogprobs(
+            entry = TokenLogprobs(
                 int(columns.ranks[i]), tuple(columns.ids[i, kept].tolist()), tuple(columns.values[i, kept].tolist())
             )
+            out.setdefault(int(slots.handle[sampling.slots[row]]), []).append(entry)
     return out
 
 

@@ -26,10 +26,15 @@ class Compiled:
 
 
 class Grammar:
-    """One request's copy of a grammar. `compute` starts to compute the next masks of several grammars on threads."""
+    """One request's copy of a grammar. `compute` starts to compute the next masks of several grammars on threads.
+    `compute_ahead` returns the masks of several grammars before and after each of their draft tokens, as far as the
+    grammar accepts them."""
 
-    def __init__(self, compiled: Compiled, compute: Callable[[Sequence[Grammar]], None]) -> None:
-        self.compute = compute
+    def __init__(
+        self, compiled: Compiled, compute: Callable[[Sequence[Grammar]], None],
+        compute_ahead: Callable[[Sequence[tuple[Grammar, Sequence[int]]]], list[Sequence[Mask]]],
+    ) -> None:  # fmt: skip
+        self.compute, self.compute_ahead = compute, compute_ahead
         self._compiled = compiled  # a reference that keeps its memory counted while a request uses it
         self.matcher = compiled.matcher.deep_copy()
         self._allowed = compiled.first

@@ -19,7 +19,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from weft.engine.config import tokenizer
 from weft.engine.errors import RequestError, one_line
 from weft.engine.scheduling.bad_words import BadWords, Vocabulary
-from weft.engine.scheduling.grammar import Compiled, Grammar
+from weft.engine.scheduling.grammar import Compiled, Grammar, Mask
 from weft.engine.scheduling.request import Request
 from weft.engine.wire.grammar_text import LIMITS, compile_threads
 from weft.engine.wire.messages import Finish
@@ -187,7 +187,7 @@ class Grammars:
             if not request.allowed.any():
                 return "bad_words allow no token"
         if compiled is not None:
-            request.grammar = Grammar(compiled.result(), self.compute)
+            request.grammar = Grammar(compiled.result(), self.compute, self.compute_ahead)
         return None
 
     def take(self, handle: int) -> Request | None:
@@ -216,6 +216,22 @@ class Grammars:
         self._computing = {future for future in self._computing if not future.done()} | {computing}
         for grammar, mask in zip(grammars, masks, strict=True):
             grammar.expect(mask, computing)
+
+    def compute_ahead(self, drafted: Sequence[tuple[Grammar, Sequence[int]]]) -> list[Sequence[Mask]]:
+        """Return the masks `[1 + n, ceil(V / 32)]` of each grammar before and after each of the n first drafts that it
+        accepts. A mask is empty if it could not be computed."""
+        rows, counts, at = [], [], 0
+        for grammar, drafts in drafted:
+            # Drafts may lead the matcher to where it fails for good, so a copy follows them.
+            matcher = grammar.matcher.deep_copy()
+            counts.append(matcher.validate_tokens(list(drafts)))
+            if counts[-1]:
+                rows.append((matcher, at, list(drafts[: counts[-1]])))
+            at += 1 + counts[-1]
+        masks = np.zeros((at, -(-self._vocab_size // 32)), np.int32)
+        if rows:
+            self._parallel.unsafe_compute_mask_ptr_with_draft_token(rows, masks.ctypes.data, masks.strides[0], at)
+        return [list(part) for part in np.split(masks, np.cumsum([1 + count for count in counts])[:-1])]
 
     def wait(self, seconds: float) -> bool:
         """Wait until a compilation or mask is done. Returns False if none is running."""

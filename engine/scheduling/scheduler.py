@@ -15,7 +15,7 @@ import numpy as np
 from weft.engine.memory.pages import PagePool, Pages
 from weft.engine.memory.tiers import Tiers
 from weft.engine.runner.iteration.attention_path import AttentionPath, PathCounts
-from weft.engine.runner.iteration.batch import I32, Batch, CountReset, StepResult
+from weft.engine.runner.iteration.batch import I32, Batch, CountReset, StepResult, before_end
 from weft.engine.scheduling import constraints, events
 from weft.engine.scheduling.admission import OutputLengths, fits
 from weft.engine.scheduling.build import build_batch
@@ -28,6 +28,7 @@ from weft.engine.scheduling.prefix_reuse import Found, Prefixes, chain_of
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import Phase, SlotTable
 from weft.engine.scheduling.states import StatePolicy, States
+from weft.engine.scheduling.verification import Verification
 from weft.engine.scheduling.waiting import WaitingQueue
 from weft.engine.wire.messages import Finish, SchedulerStats, Started
 
@@ -39,6 +40,7 @@ class Scheduler:
         self, slots: SlotTable, pool: PagePool, *, max_num_batched_tokens: int, prefix_caching: bool,
         tiers: Tiers | None = None, chunk_step: int = 1, fairness: Fairness | None = None,
         state_policy: StatePolicy | None = None, images: Images | None = None,
+        verification: Verification | None = None,
     ) -> None:  # fmt: skip
         self.slots, self.pool, self.tiers = slots, pool, tiers
         self.max_num_batched_tokens, self.prefix_caching = max_num_batched_tokens, prefix_caching
@@ -63,6 +65,8 @@ class Scheduler:
         self.prompt_tokens = self.generation_tokens = self.decode_tokens = self.prefill_tokens = 0
         self.attention = PathCounts()
         self.slot_limit_changes: dict[str, int] = {}  # changes of the slot limit by reason, set by `SlotLimitKeeper`
+        self.verification = verification  # None: decodes have no drafts
+        self._committed_step = 0
         self.chunk_keeper: ChunkKeeper | None = None
         """Limits chunks for the time between tokens; None if there is no objective."""
 
@@ -145,6 +149,9 @@ class Scheduler:
 
     def schedule(self, step: int) -> Batch | None:
         """Return the batch of iteration `step`, or None if nothing can run now."""
+        verification = self.verification
+        if verification is not None and self._committed_step < step - 1 and verification.waits:
+            return None
         self._waiting.step = step
         self._take_loaded()
         self.pool.retention.expire(time.monotonic())
@@ -161,7 +168,10 @@ class Scheduler:
         if not len(decodes) and not chunks:
             return None
         resets, self._count_resets = self._count_resets, []
-        batch = build_batch(self.slots, self.pool.page_size, step, decodes, chunks, resets)
+        drafts = None
+        if verification is not None and len(decodes):
+            drafts = verification.choose(decodes, budget - sum(length for _, length in chunks))
+        batch = build_batch(self.slots, self.pool.page_size, step, decodes, chunks, resets, drafts)
         if self.states is not None:
             batch = batch._replace(states=self.states.rows(batch))
         if self.images is not None:
@@ -182,6 +192,8 @@ class Scheduler:
         s, page_size = self.slots, self.pool.page_size
         ready = s.decoding().astype(np.int32)
         ready = ready[constraints.may_decode(s, ready)]
+        if self.verification is not None:
+            ready = ready[s.drafts.take(ready) == 0]
         if len(ready) > self.max_num_batched_tokens:
             ready = ready[np.isin(ready, s.in_order(ready)[: self.max_num_batched_tokens])]
         needs = s.scheduled.take(ready) >= s.num_pages.take(ready) * page_size
@@ -329,33 +341,53 @@ class Scheduler:
         s, batch = self.slots, result.batch
         self.attention.add(result.attention or AttentionPath.of(batch.num_decodes, batch.num_chunks))
         self.fences.completed(batch.step)
+        self._committed_step = batch.step
         live = s.epoch.take(batch.slots) == batch.epochs
         slots = batch.slots[live]
-        s.confirmed[slots] += batch.query_len[live]
-        s.in_flight[slots] -= batch.query_len[live]
-
+        computed = batch.query_len
         sampled = live[batch.sampled_rows]
-        token_slots, tokens = batch.slots.take(batch.sampled_rows)[sampled], result.tokens[sampled]
-        index = s.known.take(token_slots)
-        s.token_ids[token_slots, index] = tokens
-        s.known[token_slots] = index + 1
-        nonfinite = events.nonfinite_rows(result) & live
-        self.nonfinite_logits += int(nonfinite.sum())
+        nonfinite, not_finite = events.nonfinite_results(result)
         unencoded = self.images.commit(result) if self.images is not None else []
         if unencoded:
-            nonfinite |= live & np.isin(batch.slots, [request.slot for request in unencoded])
-        bad = nonfinite[batch.sampled_rows][sampled]
+            missing = np.isin(batch.slots, [request.slot for request in unencoded])
+            not_finite = not_finite | missing[batch.sampled_rows]
+        verified = batch.verified
+        if verified is not None:
+            sampled &= verified.reached(verified.ends(result.tokens, not_finite))
+        token_rows = batch.sampled_rows[sampled]
+        token_slots, tokens, bad = batch.slots.take(token_rows), result.tokens[sampled], not_finite[sampled]
+        index = s.known.take(token_slots)
+        if verified is not None:
+            index += np.arange(len(index)) - np.searchsorted(token_rows, token_rows)
+        s.token_ids[token_slots, index] = tokens
         tokens = np.where(bad, np.int32(-1), tokens)
-        self.generation_tokens += len(tokens) - int(bad.sum())
-        self.decode_tokens += batch.num_decodes
-        self.prefill_tokens += batch.num_tokens - batch.num_decodes
         # Laid out by column: numpy is slow at reducing many short rows.
         stopped = np.equal(s.stop_ids.take(token_slots, 0).T, tokens, order="C").any(0)
         ended = index + 1 >= s.max_total_tokens.take(token_slots)
         finish = np.where(stopped, np.uint8(Finish.STOP), np.where(ended, np.uint8(Finish.LENGTH), np.uint8(0)))
         finish[bad] = Finish.NONFINITE
         errors = constraints.advance(s, token_slots, tokens, finish)
+        if verified is not None and self.verification is not None:
+            # A request's end makes the samples after it void.
+            kept = before_end(finish != 0, np.searchsorted(token_rows, token_rows))
+            sampled[sampled] = kept
+            token_rows, token_slots, tokens, bad, index, finish = (
+                column[kept] for column in (token_rows, token_slots, tokens, bad, index, finish)
+            )
+            computed = self.verification.committed(batch, token_rows, tokens == verified.expected[sampled])
+        s.known[token_slots] = index + 1
+        s.confirmed[slots] += computed[live]
+        s.in_flight[slots] -= batch.query_len[live]
+        nonfinite &= live
+        nonfinite[token_rows[bad]] = True
+        self.nonfinite_logits += int(nonfinite.sum())
+        if unencoded:
+            self.nonfinite_logits -= int((nonfinite & missing).sum())
+            nonfinite |= live & missing
         handles = s.handle.take(token_slots)
+        self.generation_tokens += len(tokens) - int(bad.sum())
+        self.decode_tokens += batch.decode_tokens
+        self.prefill_tokens += batch.num_tokens - batch.decode_tokens
 
         scored_prompts = events.prompt_logprobs(s, result, live)
         events.add_pooled(s, result, live)

@@ -39,8 +39,8 @@ class Pace:
 
     def committed(self, batch: Batch, now: float) -> np.ndarray:
         """Take in an iteration that is about to be committed, and return its gaps in seconds. A request's first token
-        has no gap, nor has its first token after a preemption."""
-        s, rows = self._slots, batch.sampled_rows
+        has no gap, nor has its first token after a preemption. Tokens that a request gets together have one gap."""
+        s, rows = self._slots, np.unique(batch.sampled_rows) if batch.drafted else batch.sampled_rows
         slots, epochs = batch.slots.take(rows), batch.epochs.take(rows)
         live = s.epoch.take(slots) == epochs
         slots, epochs = slots[live], epochs[live]

@@ -6,7 +6,8 @@ when they start, finish or are preempted (docs/design.md, "The life of an iterat
     scheduled == confirmed + in_flight
 
 `scheduled` counts positions whose step is launched or done, `in_flight` those launched and not committed, `confirmed`
-those committed. `known` counts token ids on the host: after a committed sample it is confirmed + 1.
+those committed. Rejected drafts are subtracted from `scheduled` when they are committed. `known` counts token ids on
+the host: after a committed sample it is confirmed + 1.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class SlotTable:
         self.scheduled = np.zeros(n, np.int32)
         self.in_flight = np.zeros(n, np.int32)
         self.confirmed = np.zeros(n, np.int32)
+        self.drafts = np.zeros(n, np.int32)
+        """Drafts in flight. How many are accepted is unknown, so the row is not launched until they are committed."""
         self.published = np.zeros(n, np.int32)  # pages of the row that are in the prefix index
         self.last_step = np.zeros(n, np.int64)
         self.since = np.zeros(n, np.int64)  # the step in which the request got the row
@@ -142,7 +145,7 @@ class SlotTable:
         self.target[slot] = self.known[slot] = known
         self.max_total_tokens[slot] = request.max_total_tokens
         self.scheduled[slot] = self.confirmed[slot] = cached_tokens
-        self.in_flight[slot] = 0
+        self.in_flight[slot] = self.drafts[slot] = 0
         self.token_ids[slot, :known] = request.token_ids
         self.num_pages[slot] = self.published[slot] = len(cached_pages)
         self.given_back[slot] = 0

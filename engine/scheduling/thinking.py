@@ -26,6 +26,11 @@ class ThinkingBound:
         """Return whether the token after those in flight is within the budget in any case."""
         return self.settled or (self.mask is None and self._count.tokens + in_flight < self._thinking.budget)
 
+    @property
+    def ahead(self) -> int:
+        """Tokens after the newest one that are within the budget in any case. Only for a bound that is not settled."""
+        return 0 if self.mask is not None else max(0, self._thinking.budget - 1 - self._count.tokens)
+
     def see(self, token: int) -> None:
         if self.settled:
             return

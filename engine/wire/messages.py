@@ -313,7 +313,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     decode_tokens: int = 0
-    """Computed tokens of decodes, one per decoding request of an iteration."""
+    """Computed tokens of decodes: one per decoding request of an iteration, and its drafts."""
     prefill_tokens: int = 0
     """Computed prompt tokens, including those computed again after a preemption."""
     attention: dict[str, int] = {}
@@ -433,7 +433,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outputs(msgspec.Struct, tag="outputs", frozen=True, kw_only=True):
-    """All tokens of one committed iteration, as parallel columns."""
+    """All tokens of one committed iteration, as parallel columns. A request with several tokens has consecutive rows,
+    in order; a terminal event is its last row."""
 
     handles: bytes = b""
     """int64."""
@@ -442,8 +443,8 @@ class Outputs(msgspec.Struct, tag="outputs", frozen=True, kw_only=True):
     finish: bytes = b""
     """uint8, `Finish`."""
     started: list[Started] = []
-    logprobs: dict[int, TokenLogprobs] = {}
-    """By handle, for requests with `logprobs`."""
+    logprobs: dict[int, list[TokenLogprobs]] = {}
+    """By handle, for requests with `logprobs`: one for each of its tokens, in order."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     """By handle, for prompt positions 1 …, sent in order and in several messages before the first token."""
     pooled: dict[int, bytes] = {}

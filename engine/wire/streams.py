@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +31,16 @@ class Delta(NamedTuple):
     pooled: bytes | None = None  # as in `Outputs`
 
 
+class Sink(Protocol):
+    """Takes a stream's tokens at once. Methods return False, without side effects, if `read` must deliver them."""
+
+    def __call__(self, token: int, entry: messages.TokenLogprobs | None, /) -> bool: ...
+
+    def several(self, tokens: list[int], entries: list[messages.TokenLogprobs], /) -> bool:
+        """Take the tokens of one iteration together. `entries` is empty without log-probabilities."""
+        ...
+
+
 class TokenStream:
     """The tokens of one open request. Read until a delta has `finish`, or call `abort()` if the client has gone.
     `read()` raises `EngineDead` when the engine process ends."""
@@ -47,9 +59,8 @@ class TokenStream:
         self._pending = False
         self.closed = False
         self.joules = 0.0  # joules charged so far, for a metered request
-        self.sink: Callable[[int, messages.TokenLogprobs | None], bool] | None = None
-        """Called with each token except the first and the last while `read` waits. If it returns True, the token is
-        not delivered to `read`."""
+        self.sink: Sink | None = None
+        """Takes the tokens of each iteration except the first and the last while `read` waits."""
 
     @property
     def waiting(self) -> bool:
@@ -205,14 +216,16 @@ class Streams:
                 stream.joules = joules
         handles, tokens, finish = outputs.columns()
         logprobs = outputs.logprobs
-        rows = zip(handles.tolist(), tokens.tolist(), finish.tolist(), strict=True)
+        rows: Iterable[tuple[int, int, int]] = zip(handles.tolist(), tokens.tolist(), finish.tolist(), strict=True)
+        if (handles[1:] == handles[:-1]).any():
+            rows = self._last_rows(rows, logprobs)
         for i, (handle, token, reason) in enumerate(rows, start=1):
             if not i % SLICE:
                 yield
             stream = streams.get(handle)
             if stream is None:
                 continue  # aborted while the engine still computed it
-            entry = logprobs.get(handle) if logprobs else None
+            entry = logprobs[handle][-1] if logprobs and handle in logprobs else None
             if stream.sink is not None and not reason and stream.waiting and stream.sink(token, entry):
                 continue
             if token >= 0:
@@ -230,3 +243,20 @@ class Streams:
             self._report_open()
         if self.on_stats is not None:
             self.on_stats(outputs.stats)
+
+    def _last_rows(
+        self, rows: Iterable[tuple[int, int, int]], logprobs: dict[int, list[messages.TokenLogprobs]]
+    ) -> Iterator[tuple[int, int, int]]:
+        """Deliver the tokens of requests with several, and yield the rows that remain: the last of each request."""
+        for handle, group in groupby(rows, itemgetter(0)):
+            *before, last = group
+            stream = self._streams.get(handle)
+            if before and stream is not None:
+                tokens, entries = [token for _, token, _ in before], logprobs.get(handle, [])
+                sink = stream.sink if not last[2] and stream.waiting else None
+                if sink is not None and sink.several([*tokens, last[1]], entries):
+                    continue
+                stream._tokens += tokens
+                stream._logprobs += entries[: len(tokens)]
+                stream.wake()
+            yield last

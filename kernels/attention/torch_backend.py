@@ -46,7 +46,8 @@ class TorchAttention(HostAttention[TorchStep]):
 
     batch_invariant: results do not depend on the other requests of the iteration. Each decode is a separate group.
     Prompts are computed in tiles of `INVARIANT_TILE` positions, whose shape and rows follow from the position alone,
-    independent of chunk limits; no group contains two requests. This is slower: more and smaller GEMMs.
+    independent of chunk limits; no group contains two requests. This is slower: more and smaller GEMMs. Queries of
+    one decode are separate groups, too.
 
     decodes: whether to plan them; else only chunks."""
 
@@ -78,8 +79,9 @@ class TorchAttention(HostAttention[TorchStep]):
         num_pages = -(-requests.kv_len // self._page_size) - first
         d = requests.num_decodes
         if self._invariant:
-            rows = range(d if self._decodes else 0)
-            alone = tuple(self._group(requests, np.array([row]), num_pages, first, window) for row in rows)
+            starts = np.cumsum(requests.query_len[:d]) - requests.query_len[:d]
+            rows = enumerate(starts.tolist() if self._decodes else [])
+            alone = tuple(group for row, at in rows for group in self._queries(requests, row, at, window))
             return alone, tuple(self._tiles(requests, window))
 
         def groups(lengths: NDArray[np.int32], start: int) -> tuple[AttentionGroup, ...]:
@@ -162,6 +164,20 @@ class TorchAttention(HostAttention[TorchStep]):
             requests.page_table[rows], begin, kv_len, own_pages, width, tokens,
             (kv_len - query_len)[:, None] + offset, real, window, until,
         )  # fmt: skip
+
+    def _queries(
+        self, requests: AttentionRequests, row: int, token: int, window: int | None
+    ) -> Iterator[AttentionGroup]:
+        """Yield a group for each query of a decode, from `token` on, as if each were in an iteration of its own."""
+        size, last = self._page_size, int(requests.kv_len[row])
+        for end in range(last - int(requests.query_len[row]) + 1, last + 1):
+            first = max(0, end - window) // size if window else 0
+            own = -(-end // size) - first
+            yield self._padded(
+                requests.page_table[row : row + 1], np.array([first]), np.array([end - first * size]), np.array([own]),
+                own, np.array([[token]]), np.array([[end - 1 - first * size]]), np.array([[True]]), window,
+            )  # fmt: skip
+            token += 1
 
     def _tiles(self, requests: AttentionRequests, window: int | None) -> Iterator[AttentionGroup]:
         """Yield a group for each request and tile of positions that this iteration computes."""

@@ -120,6 +120,15 @@ class Choice:
         self._stopped(piece)
         return piece
 
+    def take_several(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> Piece:
+        """Like `take_one`, for tokens that come together. `entries` is empty without log-probabilities."""
+        whole = Piece()
+        for i, token_id in enumerate(token_ids):
+            whole.append(self.take_one(token_id, entries[i] if entries else None))
+            if self.finished:
+                break
+        return whole
+
     def take_text(self, token_id: int) -> str:
         """Like `take_one`, but return only the text. A token that finishes the choice is deferred."""
         self.num_tokens += 1

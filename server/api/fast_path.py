@@ -16,7 +16,7 @@ import orjson
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from weft.engine.wire.messages import TokenLogprobs
-from weft.server.api.choice import Choice
+from weft.server.api.choice import Choice, Piece
 from weft.server.api.events import MARK, Dialect
 from weft.server.observe.counters import Buckets
 
@@ -65,13 +65,31 @@ class FastPath(ABC):
     def _event(self, token_id: int, entry: TokenLogprobs | None) -> bytes:
         """Return the event of a token; empty if its text is held back or it finishes the choice."""
 
+    @abstractmethod
+    def _events(self, piece: Piece) -> bytes:
+        """Return the event of a piece that neither begins nor finishes the choice; empty if its text is held back."""
+
     def __call__(self, token_id: int, entry: TokenLogprobs | None) -> bool:
         """Send a token. Returns False, without side effects, if that is impossible now."""
+        return self._send(self._event, token_id, entry)
+
+    def several(self, token_ids: list[int], entries: list[TokenLogprobs]) -> bool:
+        """Send tokens as one event. Returns False, without side effects, if that is impossible now."""
+        return self._send(self._event_of_several, token_ids, entries)
+
+    def _event_of_several(self, token_ids: list[int], entries: list[TokenLogprobs]) -> bytes:
+        piece = self._choice.take_several(token_ids, entries)
+        if self._choice.finished:
+            self._choice.defer(piece)
+            return b""
+        return self._events(piece)
+
+    def _send(self, event: Callable[..., bytes], *of: Any) -> bool:
         if not self._writer.ready() or (self._idle is not None and not self._idle()):
             return False
         choice, now = self._choice, _now()
         try:
-            data = self._event(token_id, entry)
+            data = event(*of)
         except Exception as error:  # fail this answer only: the caller delivers to others, too
             choice.defer(error)
             return True
@@ -98,6 +116,9 @@ class TemplateFastPath(FastPath):
     def _event(self, token_id: int, _: TokenLogprobs | None) -> bytes:
         return self._before + _encode(self._choice.take_text(token_id)) + self._after
 
+    def _events(self, piece: Piece) -> bytes:
+        return self._before + _encode(piece.text) + self._after
+
 
 class DialectFastPath(FastPath):
     """Writes any chunk. The dialect builds it."""
@@ -116,3 +137,6 @@ class DialectFastPath(FastPath):
             return b""
         data = self._dialect.token_event(choice, token_id, piece.text) if entry is None else None
         return self._dialect.events(choice, piece) if data is None else data
+
+    def _events(self, piece: Piece) -> bytes:
+        return self._dialect.events(self._choice, piece)

@@ -66,8 +66,8 @@ class Harness:
         for started in outputs.started:
             assert started.handle not in self.cached, "started twice"
             self.cached[started.handle] = started.cached_tokens
-        for handle, entry in outputs.logprobs.items():
-            self.logprobs[handle].append(entry)
+        for handle, entries in outputs.logprobs.items():
+            self.logprobs[handle] += entries
         for handle, entries in outputs.prompt_logprobs.items():
             self.prompt_logprobs[handle] += entries
         for handle, state in outputs.pooled.items():

@@ -22,15 +22,18 @@ from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.memory.tiers import Tiers
 from weft.engine.runner.iteration.batch import Batch, StepResult
 from weft.engine.scheduling.admission import OutputLengths
+from weft.engine.scheduling.drafter import Drafter
 from weft.engine.scheduling.fairness import Fairness
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.scheduling.states import StatePolicy
+from weft.engine.scheduling.verification import Verification
 from weft.engine.wire.messages import Retention
 from weft.engine.wire.sampling import SamplingParams
 
 VOCAB = 23
+REJECTED = -13  # the KV of a rejected draft
 
 
 def kv_of(before: np.ndarray, token: int, window: int | None = None) -> int:
@@ -75,21 +78,32 @@ class ListDevice:
 
     def execute(self, batch: Batch) -> StepResult:
         ids = batch.token_ids.copy()
-        ids[: batch.num_decodes] = self.last_token[batch.slots[: batch.num_decodes]]
+        unknown = np.flatnonzero(ids < 0)
+        ids[unknown] = self.last_token[np.repeat(batch.slots, batch.query_len)[unknown]]
         assert (ids >= 0).all(), "a placeholder reached the embedding"
         assert DUMMY_PAGE not in batch.slot_mapping // self.kv.shape[1]
         assert len(np.unique(batch.slot_mapping)) == len(ids), "two tokens of one batch share a KV position"
         ends = np.cumsum(batch.query_len)
-        tokens = np.zeros(len(ends), np.int32)
+        tokens, wanted = np.zeros(len(ids), np.int32), set(batch.sampling.logit_tokens.tolist())
         for row, end in enumerate(ends.tolist()):
             visible = self.kv[batch.page_table[row]].reshape(-1)[: batch.kv_len[row]]
             first = end - int(batch.query_len[row])
             for at in range(first, end):
                 visible[batch.positions[at]] = kv_of(visible[: batch.positions[at]], int(ids[at]), self.window)
                 self.kv.reshape(-1)[batch.slot_mapping[at]] = visible[batch.positions[at]]
-            tokens[row] = sampled(visible, self.window, self._advance(batch, row, ids[first:end]))
-        result = tokens[batch.sampled_rows]
-        self.last_token[batch.sampling.slots] = result
+                if at in wanted and batch.states is None:
+                    tokens[at] = sampled(visible[: batch.positions[at] + 1], self.window)
+            if batch.states is not None:
+                tokens[end - 1] = sampled(visible, self.window, self._advance(batch, row, ids[first:end]))
+        result = tokens[batch.sampling.logit_tokens]
+        newest = np.ones(len(result), np.bool_)
+        if (verified := batch.verified) is not None:
+            void = verified.ends(result, np.zeros(len(result), np.bool_))
+            reached = verified.reached(void)
+            newest = reached & void
+            # Spoil the KV of rejected drafts: nothing may read it.
+            self.kv.reshape(-1)[batch.slot_mapping[batch.sampling.logit_tokens[~reached]]] = REJECTED
+        self.last_token[batch.sampling.slots[newest]] = result[newest]
         return StepResult(batch, result, None, (), 0.0)
 
     def _advance(self, batch: Batch, row: int, ids: np.ndarray) -> int:
@@ -144,13 +158,15 @@ class ListEngine:
         state_pages: int = 0,
         state_policy: StatePolicy | None = None,
         tiers: Callable[[PagePool, ListDevice], Tiers] | None = None,
+        drafter: Callable[[SlotTable], Drafter] | None = None,
     ) -> None:
         self.recurrent = state_pages > 0
         self.pool = PagePool(capacity + 1, page_size, PrefixIndex("m") if index is None else index)
         self.max_len = (capacity - 3 * state_pages) * page_size
         self.device = ListDevice(capacity + 1, page_size, slots)
+        table = SlotTable(slots, self.max_len, page_size, state_pages=state_pages)
         self.scheduler = Scheduler(
-            SlotTable(slots, self.max_len, page_size, state_pages=state_pages),
+            table,
             self.pool,
             max_num_batched_tokens=budget,
             prefix_caching=prefix_caching,
@@ -158,6 +174,7 @@ class ListEngine:
             fairness=fairness,
             state_policy=state_policy,
             tiers=None if tiers is None else tiers(self.pool, self.device),
+            verification=None if drafter is None else Verification(table, self.pool, drafter(table)),
         )
         self.scheduler.output_lengths = OutputLengths(mean=0.0, weight=1e30)
         self.launched: deque[Batch] = deque()

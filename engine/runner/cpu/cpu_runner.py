@@ -29,7 +29,7 @@ from weft.engine.runner.device.collectives import Collectives
 from weft.engine.runner.device.image_rows import ImageRows
 from weft.engine.runner.device.preparation import Preparation
 from weft.engine.runner.device.sampling import Sampling, Scores, pooled
-from weft.engine.runner.iteration.batch import Batch, PromptLogprobs, StepResult
+from weft.engine.runner.iteration.batch import Batch, PromptLogprobs, StepResult, Verified
 from weft.engine.runner.memory.host_arena import host_sleepable_memory
 from weft.engine.runner.memory.sleep import SleepableMemory, Sleepless
 from weft.engine.runner.options.footprint import GIB
@@ -163,9 +163,14 @@ class CpuRunner:
         begin = time.perf_counter()
         idle_seconds = begin - self._last_end if self._last_end else 0.0
         token_ids = torch.from_numpy(batch.token_ids.astype(np.int64))
-        # Decodes read the token of an earlier iteration.
+        # Decodes read the token of an earlier iteration, unless the host knows it.
         d = batch.num_decodes
-        token_ids[:d] = self._last_token[torch.from_numpy(batch.slots[:d].astype(np.int64))]
+        if batch.drafted:
+            unknown = np.flatnonzero(batch.token_ids < 0)
+            slots = np.repeat(batch.slots, batch.query_len)[unknown]
+            token_ids[torch.from_numpy(unknown)] = self._last_token[torch.from_numpy(slots.astype(np.int64))]
+        else:
+            token_ids[:d] = self._last_token[torch.from_numpy(batch.slots[:d].astype(np.int64))]
         seconds, unencoded = 0.0, tuple[int, ...]()
         if batch.images is not None and self._image_rows is not None:
             seconds, unencoded = self._image_rows.encode(batch.images.jobs)
@@ -190,8 +195,16 @@ class CpuRunner:
         raw = self._sampling.raw_logits(logits, s)
         self._sampling.adjust(logits, batch)
         tokens, nonfinite = self._sampling.draw(logits, s)
-        self._last_token[up(s.slots.astype(np.int64))] = tokens
-        self._sampling.count(tokens, s)
+        if (verified := batch.verified) is None:
+            self._last_token[up(s.slots.astype(np.int64))] = tokens
+            self._sampling.count(tokens, s)
+        else:
+            verified = Verified(up(verified.first), up(verified.expected))
+            ends = verified.ends(tokens, nonfinite)
+            reached = verified.reached(ends)
+            newest = reached & ends
+            self._last_token[up(s.slots.astype(np.int64))[newest]] = tokens[newest]
+            self._sampling.count(tokens, s, reached)
         return tokens, nonfinite, self._sampling.scores(tokens, s, raw)
 
     def _prompt_scores(self, x: Tensor, sumsq: Tensor, prompt: PromptLogprobs) -> Scores:

@@ -83,7 +83,7 @@ class Sampling:
         for reset in batch.count_resets:
             self._reset_counts(reset)
         if s.columns["counted"].any():
-            self._penalize(logits, s)
+            self._penalize(logits, batch)
         if len(s.bias_rows):
             own = self._own(s.bias_ids)
             where = (self.to_device(s.bias_rows[own].astype(np.int64)), self.to_device(self._columns(s.bias_ids)))
@@ -111,16 +111,19 @@ class Sampling:
             self.to_device(rows), self.to_device(cut), int(k.max()) if len(cut) else 0, bool((k > 0).all())
         )  # fmt: skip
 
-    def count(self, tokens: Tensor, s: SamplingInputs) -> None:
-        """Count the sampled `tokens` (`[S]` or more) of requests with penalties, after the sampler."""
+    def count(self, tokens: Tensor, s: SamplingInputs, reached: Tensor | None = None) -> None:
+        """Count the sampled `tokens` (`[S]` or more) of requests with penalties, after the sampler. reached `[S]`: the
+        samples that count; None: all."""
         counted = s.columns["counted"]
         if counted.any():
             rows, slots = self.to_device(np.flatnonzero(counted)), self.to_device(s.slots[counted].astype(np.int64))
             one = torch.ones((), dtype=torch.int32, device=self._device)
+            if reached is not None:
+                one = reached[rows].int()
             sampled = tokens[rows] - self._ids.start
             if self._shard is not None:
                 # Tokens of other ranks add zero.
-                one = ((sampled >= 0) & (sampled < len(self._ids))).int()
+                one = one * ((sampled >= 0) & (sampled < len(self._ids))).int()
                 sampled = sampled.clamp(0, len(self._ids) - 1)
             self._resident_counts()[1].index_put_((slots, sampled), one, accumulate=True)
 
@@ -185,16 +188,31 @@ class Sampling:
             out.append(pinned)
         return tuple(out)
 
-    def _penalize(self, logits: Tensor, s: SamplingInputs) -> None:
+    def _penalize(self, logits: Tensor, batch: Batch) -> None:
         seen, counts = self._resident_counts()
+        s = batch.sampling
         counted = s.columns["counted"]
         rows, slots = self.to_device(np.flatnonzero(counted)), self.to_device(s.slots[counted].astype(np.int64))
         presence, frequency, repetition = (
             self.to_device(s.columns[name][counted]) for name in ("presence", "frequency", "repetition")
         )
-        logits[rows] = sampling.apply_penalties(
-            logits[rows], seen[slots], counts[slots], presence, frequency, repetition
-        )
+        own_counts = counts[slots]
+        if batch.drafted:
+            self._add_drafts(own_counts, batch, np.flatnonzero(counted))
+        logits[rows] = sampling.apply_penalties(logits[rows], seen[slots], own_counts, presence, frequency, repetition)
+
+    def _add_drafts(self, counts: Tensor, batch: Batch, rows: np.ndarray) -> None:
+        """Count, in `counts [n, V]` of n samples, the drafts before each of them. rows `[n]`: the samples."""
+        verified = batch.verified
+        assert verified is not None
+        before = rows - verified.first[rows]
+        sample = np.repeat(np.arange(len(rows)), before)
+        # The last draft before a sample is the token that it is sampled after.
+        back = np.arange(len(sample)) - np.repeat(np.cumsum(before) - before, before)
+        drafts = batch.token_ids[batch.sampling.logit_tokens[rows][sample] - back]
+        own = self._own(drafts)
+        where = (self.to_device(sample[own]), self.to_device(self._columns(drafts)))
+        counts.index_put_(where, torch.ones((), dtype=counts.dtype, device=self._device), accumulate=True)
 
     def _reset_counts(self, reset: CountReset) -> None:
         seen, counts = self._resident_counts()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,8 @@ def sampler_names() -> list[str]:
 
 
 class SamplingInputs(NamedTuple):
-    """Sampling parameters of the S requests that get a token from this iteration."""
+    """Sampling parameters of the S token rows that are sampled: one for each request that gets a token from this
+    iteration, and one for each draft."""
 
     slots: I32
     logit_tokens: I32  # `[S]` token rows whose logits are sampled.
@@ -109,8 +110,33 @@ class ImageInputs(NamedTuple):
     """`[T]` the last position that each token sees: its own, or the last of its image. None: attention is causal."""
 
 
+class Verified(NamedTuple):
+    """The samples of an iteration with drafts. Arrays, or the same as tensors on a device."""
+
+    first: Any  # `[S]` index of the first sample of the same row.
+    expected: Any  # `[S]` the draft after the sampled position; -1 for none.
+
+    def ends(self, tokens: Any, nonfinite: Any) -> Any:
+        """Return after which of the sampled `tokens [S]` no sample of the row counts, `[S]` bool: the draft after it is
+        wrong, or there is none. nonfinite `[S]`: samples that are not tokens."""
+        return (tokens != self.expected) | nonfinite
+
+    def reached(self, ends: Any) -> Any:
+        """Return which samples count, `[S]` bool."""
+        return before_end(ends, self.first)
+
+
+def before_end(ends: Any, first: Any) -> Any:
+    """Return which samples no earlier sample of their row ends, `[S]` bool. ends `[S]` bool; first `[S]` as in
+    `Verified`. Both are arrays or tensors."""
+    count = 1 * ends
+    before = count.cumsum(0) - count
+    return before == before[first]
+
+
 class Batch(NamedTuple):
-    """An iteration of R requests and T tokens: first decodes with one token each, then prefill chunks."""
+    """An iteration of R requests and T tokens: first decodes, with one token each and their drafts, then prefill
+    chunks."""
 
     step: int
     num_decodes: int
@@ -118,11 +144,11 @@ class Batch(NamedTuple):
     epochs: I32
     query_len: I32  # `[R]` tokens per request in this iteration.
     kv_len: I32  # `[R]` positions visible to the request's last token of this iteration.
-    token_ids: I32  # `[T]`; -1 for decodes, whose token is still on the device, in `last_token[slot]`.
+    token_ids: I32  # `[T]`; -1 for a decode's token that is still on the device, in `last_token[slot]`.
     positions: I32
     slot_mapping: npt.NDArray[np.int64]  # `[T]` page * page_size + offset.
     page_table: I32  # `[R, pages]`, padded with page 0.
-    sampled_rows: I32  # `[S]` rows that sample a token.
+    sampled_rows: I32  # `[S]` rows that sample a token, ascending. Decodes sample after each of their tokens.
     sampling: SamplingInputs
     count_resets: tuple[CountReset, ...]
     prompt_logprobs: tuple[PromptLogprobs, ...]
@@ -130,6 +156,7 @@ class Batch(NamedTuple):
     states: StateRows | None = None  # None: the model has no recurrent states.
     adapters: I32 | None = None  # `[R]` number of each request's LoRA adapter, 0 for none; None: no request has one.
     images: ImageInputs | None = None  # None: no token depends on an image.
+    drafted: bool = False  # A decode has drafts. Otherwise decodes have one token each, whose id is -1.
 
     @property
     def num_tokens(self) -> int:
@@ -139,6 +166,22 @@ class Batch(NamedTuple):
     def until(self) -> I32 | None:
         """See `ImageInputs`."""
         return None if self.images is None else self.images.until
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens of the decodes, drafts included."""
+        return int(self.query_len[: self.num_decodes].sum()) if self.drafted else self.num_decodes
+
+    @property
+    def verified(self) -> Verified | None:
+        """What accepting drafts depends on, or None if there are none."""
+        if not self.drafted:
+            return None
+        rows, at = self.sampled_rows, self.sampling.logit_tokens
+        expected = np.full(len(rows), -1, np.int32)
+        follows = np.flatnonzero(rows[1:] == rows[:-1])
+        expected[follows] = self.token_ids[at[follows] + 1]
+        return Verified(np.searchsorted(rows, rows), expected)
 
     @property
     def read_rows(self) -> npt.NDArray[np.int64]:

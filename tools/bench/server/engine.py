@@ -94,7 +94,7 @@ class StubEngine:
                 tokens=np.full(len(handles), token, np.int32).tobytes(),
                 finish=finish.tobytes(),
                 started=started,
-                logprobs={handle: scores[k] for handle, k in self._scored.items()},
+                logprobs={handle: [scores[k]] for handle, k in self._scored.items()},
                 stats=EngineStats(
                     scheduler=SchedulerStats(running=len(self._left), generation_tokens=self._tokens),
                     iteration=IterationStats(tokens=len(handles), requests=len(handles)),
