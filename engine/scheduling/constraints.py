@@ -56,9 +56,9 @@ def forced(request: Request, most: int) -> list[int]:
 
 
 def with_drafts(requests: Sequence[tuple[Request, Sequence[int]]]) -> list[list[Mask]]:
-    """Return the masks of the position before each request's drafts and of those after each of them. A list shorter
-    than that means that only so many drafts less one can be verified; one mask means none. Some tokens only are allowed
-    next in every one of these requests."""
+    """Return the masks of each request's next tokens: of the one before its drafts, then of those after each draft. A
+    list ends before the first position at which no token is allowed or known; drafts after its masks cannot be
+    verified. All requests are masked."""
     grammars = [(request.grammar, drafts) for request, drafts in requests if request.grammar is not None]
     computed = iter(grammars[0][0].compute_ahead(grammars) if grammars else ())
     return [

@@ -12,8 +12,8 @@ from weft.engine.scheduling.slots import SlotTable
 
 
 class ScriptedDrafter:
-    """`truth` returns the token that follows a request's tokens; `wrong` returns another one. Of each request's `most`
-    drafts, `right` are right before the first wrong one. Drafts ignore their room now and then: it is cut."""
+    """`truth` returns the token that follows a request's tokens; `wrong` returns another one. Each request gets `most`
+    drafts: those beyond its room are cut. The first `right` of them are right, then comes a wrong one."""
 
     def __init__(
         self, slots: SlotTable, truth: Callable[[int, list[int]], int], wrong: Callable[[int], int], most: int = 3,

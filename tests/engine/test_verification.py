@@ -1,4 +1,4 @@
-"""Drafts change no token, no page and no prefix, whatever part of them is right."""
+"""Drafts change no token, no page and no prefix, however many of them are right."""
 
 from __future__ import annotations
 
