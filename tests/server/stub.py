@@ -182,14 +182,10 @@ class Stub(Streams):
                 more["joules"] = {handle: script.joules * (at // script.burst + 1)}
             if last and script.error:
                 more["errors"] = {handle: script.error}
-            if params.logprobs is None:
-                self._deliver_one(handle, burst, finish if last else Finish.RUNNING, **more)
-                continue
-            for i, token in enumerate(burst):
-                end = finish if last and i == len(burst) - 1 else Finish.RUNNING
-                scores = {handle: logprobs(token, params.logprobs, params.logprob_token_ids)}
-                self._deliver_one(handle, [token], end, logprobs=scores, **more)
-                more = {}
+            if params.logprobs is not None:
+                scores = [logprobs(token, params.logprobs, params.logprob_token_ids) for token in burst]
+                more["logprobs"] = {handle: scores}
+            self._deliver_one(handle, burst, finish if last else Finish.RUNNING, **more)
 
 
 def state_of(prompt: Sequence[int]) -> np.ndarray:

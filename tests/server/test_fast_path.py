@@ -100,6 +100,53 @@ async def test_events_equal_those_of_the_slow_path(
     assert len(server.engine.aborted) == 2 * aborted
 
 
+BURSTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {}),
+    (
+        "/v1/completions",
+        {"stop": ["d\n"], "include_stop_str_in_output": True, "min_tokens": 9, "return_token_ids": True},
+    ),
+    ("/v1/completions", {"logprobs": 2, "stop": "end"}),
+    ("/v1/chat/completions", {"stop": ["nowhere", "\n\x00"], "stream_options": {"include_usage": True}}),
+    ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 2}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), BURSTS, ids=str)
+async def test_tokens_of_one_iteration_are_one_event(
+    server: Server, monkeypatch: pytest.MonkeyPatch, fast_tokens: list[int], path: str, fields: dict[str, Any]
+) -> None:
+    together: list[int] = []
+    several = FastPath.several
+
+    def counting(self: FastPath, token_ids: list[int], entries: list[TokenLogprobs]) -> bool:
+        done = several(self, token_ids, entries)
+        together.extend(token_ids * done)
+        return done
+
+    monkeypatch.setattr(FastPath, "several", counting)
+    server.engine.script = Script(TEXT, burst=3)
+    short = await body(server, path, **fields)
+    assert len(together) > 10
+    assert not fast_tokens
+    monkeypatch.setattr(connection.RawWriter, "ready", lambda _: False)
+    assert by_choice(short) == by_choice(await body(server, path, **fields))
+    server.engine.script = Script(TEXT)
+    single = await body(server, path, **fields)
+    assert len(single) > 2 * len(short)
+    assert joined(single) == joined(short)
+
+
+def joined(events: list[Any]) -> list[Any]:
+    """The text, token ids, log-probabilities and end of a stream's events."""
+    choices = [choice for event in events[:-1] for choice in event["choices"]]
+    texts = [choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices]
+    scores = [part for choice in choices for part in ((choice.get("logprobs") or {}).get("content") or ())]
+    tokens = [part for choice in choices for part in ((choice.get("logprobs") or {}).get("tokens") or ())]
+    ids = [part for choice in choices for part in choice.get("token_ids") or ()]
+    return ["".join(texts), scores, tokens, ids, [choice["finish_reason"] for choice in choices][-1]]
+
+
 async def test_tool_calls_equal_those_of_the_slow_path(monkeypatch: pytest.MonkeyPatch, fast_tokens: list[int]) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     async with serving(tool_call_parser="hermes") as server:
