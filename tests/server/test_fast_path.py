@@ -231,7 +231,7 @@ async def test_a_slow_reader_gets_everything_in_order(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(connection.RawWriter, "ready", counting)
     async with serving() as server:
-        server.engine.script = Script(text, burst=100)
+        server.engine.script = Script(text, burst=4)
         raw = json.dumps({"prompt": "hi", "stream": True, "max_tokens": 100_000}).encode()
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
