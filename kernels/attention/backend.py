@@ -51,7 +51,7 @@ class AttentionShape(NamedTuple):
 
 class AttentionRequests(Protocol):
     """The R requests of one iteration, on the host (the engine's `Batch`). Decodes come first: one query each, or more
-    with drafts, which only the torch backend supports yet."""
+    with drafts, which only backends of the CPU support yet."""
 
     @property
     def num_decodes(self) -> int: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from weft.kernels.attention.backend import AttentionRequests, AttentionShape, HostAttention
@@ -13,7 +14,7 @@ from weft.kernels.native.layers import DTYPES, HEAD_DIMS, MAX_GROUP, CDecodes, C
 
 
 class NativeStep(NamedTuple):
-    """The requests with one query, and the plan of the others."""
+    """The queries of decodes, and the plan of chunks."""
 
     decodes: CDecodes
     chunks: TorchStep
@@ -37,7 +38,14 @@ class NativeAttention(HostAttention[NativeStep]):
 
     def prepare(self, requests: AttentionRequests) -> NativeStep:
         d = requests.num_decodes
-        return NativeStep(CDecodes.of(requests.page_table[:d], requests.kv_len[:d]), self._torch.prepare(requests))
+        tables, ends, queries = requests.page_table[:d], requests.kv_len[:d], requests.query_len[:d]
+        if (total := int(queries.sum())) > d:
+            # Each query of a decode with drafts is computed as a decode.
+            row = np.repeat(np.arange(d), queries)
+            first = np.cumsum(queries) - queries
+            tables = tables[row]
+            ends = (ends - queries + 1)[row] + (np.arange(total) - first[row]).astype(np.int32)
+        return NativeStep(CDecodes.of(tables, ends), self._torch.prepare(requests))
 
     def scores(self, layer: int, sinks: Tensor | None) -> CScores:
         """Return how a layer computes its scores, the same each time."""
