@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +19,7 @@ from weft.server.commands.own_server import own_server
 
 HELP = """\
 /clear          start a new conversation
+/image FILE     send an image with the next message (for models that take images)
 /system TEXT    set the system prompt; without TEXT, remove it
 /retry          answer the last message again
 /exit           leave (also Ctrl-D)
@@ -30,13 +33,15 @@ class Conversation:
     def __init__(self, endpoint: Endpoint, arguments: argparse.Namespace) -> None:
         self._endpoint = endpoint
         self.system: str | None = arguments.system
-        self.turns: list[dict[str, str]] = []  # Messages and their answers, including partial ones.
+        self.turns: list[dict[str, Any]] = []  # Messages and their answers, including partial ones.
+        self.images: list[str] = []  # `data:` URLs to send with the next message.
         self._options = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
 
     def ask(self, question: str) -> Iterator[str]:
         """Yield pieces of the answer. A partial answer is remembered, too. Raises `Refused`."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        turn = {"role": "user", "content": question}
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+        turn = {"role": "user", "content": [*parts, {"type": "text", "text": question}] if parts else question}
         options = {name: value for name, value in self._options.items() if value is not None}
         answer = ""
         pieces = self._endpoint.answer([*system, *self.turns, turn], options)
@@ -47,15 +52,29 @@ class Conversation:
         finally:
             pieces.close()
             if answer:
+                self.images = []
                 self.turns += [turn, {"role": "assistant", "content": answer}]
 
     def undo(self) -> str | None:
         """Remove the last answer and return its question."""
         if not self.turns:
             return None
-        question = self.turns[-2]["content"]
+        content = self.turns[-2]["content"]
         del self.turns[-2:]
-        return question
+        if isinstance(content, str):
+            return content
+        *images, text = content
+        self.images = [part["image_url"]["url"] for part in images]
+        return str(text["text"])
+
+    def attach(self, file: str) -> str:
+        """Send an image with the next message. Returns why not, or an empty string."""
+        try:
+            data = Path(file).expanduser().read_bytes()
+        except (OSError, ValueError, RuntimeError) as error:
+            return f"cannot read {file}: {getattr(error, 'strerror', None) or error}"
+        self.images.append(f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}")
+        return ""
 
 
 def shown(text: str) -> str:
@@ -151,10 +170,13 @@ def _command(text: str, conversation: Conversation, notes: Console) -> str | Non
             return None
         case "/clear":
             conversation.turns.clear()
+            conversation.images.clear()
             notes.print("New conversation.", style="dim")
         case "/system":
             conversation.system = rest.strip() or None
             notes.print("System prompt: " + (conversation.system or "none"), style="dim")
+        case "/image" if file := rest.strip():
+            notes.print(conversation.attach(file) or "The next message has this image.", style="dim", soft_wrap=True)
         case "/retry":
             return conversation.undo() or ""
         case "/help":

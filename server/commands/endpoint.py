@@ -91,7 +91,7 @@ class Endpoint:
             raise Refused(f"it does not serve {self.model}, only {', '.join(served[:5])}", 0)
         self.model = self.model or served[0]
 
-    def answer(self, messages: Sequence[dict[str, str]], options: dict[str, Any]) -> Generator[str, None, None]:
+    def answer(self, messages: Sequence[dict[str, Any]], options: dict[str, Any]) -> Generator[str, None, None]:
         """Yield pieces of the answer. Closing the generator closes the connection. Raises `Refused`."""
         self._begun, self._first, self._tokens, self._pieces = time.perf_counter(), None, 0, 0
         body = {"model": self.model, "messages": list(messages), "stream": True, **options}

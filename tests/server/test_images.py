@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator
@@ -21,6 +22,8 @@ from weft.engine.images.rules import rule_of
 from weft.engine.wire.messages import Image
 from weft.engine.wire.pixels import PixelShelf
 from weft.server.api.media.prepare import cut, open_image, to_rgb
+from weft.server.commands.chat import Conversation
+from weft.server.commands.endpoint import Endpoint
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -338,6 +341,29 @@ async def test_refused_requests_leave_no_pixels(seeing: Server, shelf: PixelShel
     await refused(seeing, part(RED), part(b"hello"))
     await refused(seeing, part(RED), max_tokens=10**6)
     assert not list(shelf.directory.iterdir())
+
+
+async def test_the_chat_command_sends_images(seeing: Server, tmp_path: Path) -> None:
+    (tmp_path / "red.png").write_bytes(RED)
+    options = argparse.Namespace(system=None, temperature=None, max_tokens=None)
+
+    def talk() -> None:
+        endpoint = Endpoint(f"{seeing.url}/v1", None, None)
+        endpoint.connect()
+        conversation = Conversation(endpoint, options)
+        assert "cannot read" in conversation.attach(str(tmp_path / "blue.png"))
+        assert conversation.attach(str(tmp_path / "red.png")) == ""
+        assert "".join(conversation.ask("what?")) == "hello world"
+        assert "".join(conversation.ask("and?")) == "hello world"
+        assert conversation.undo() == "and?"
+        assert conversation.undo() == "what?"
+        assert "".join(conversation.ask("what?")) == "hello world"
+
+    await asyncio.to_thread(talk)
+    first, later, again = (seeing.engine.prompt(i) for i in range(3))
+    assert first == again == expected("<|bos|><|user|>", (20, 10), "what?<|assistant|>")
+    assert later == expected("<|bos|><|user|>", (20, 10), "what?<|assistant|>hello world<|user|>and?<|assistant|>")
+    assert [len(request.images) for request in seeing.engine.added] == [1, 1, 1]
 
 
 async def test_images_are_counted(seeing: Server) -> None:
