@@ -43,7 +43,9 @@ from weft.engine.scheduling.request import Arrivals, Request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slot_limit_keeper import SlotLimitKeeper
 from weft.engine.scheduling.slots import SlotTable
+from weft.engine.scheduling.speculation import SpeculationKeeper, TextDrafter
 from weft.engine.scheduling.states import StatePolicy
+from weft.engine.scheduling.verification import Verification
 from weft.engine.wire.kv_events import make_publisher
 from weft.engine.wire.log_sink import dropped_lines
 from weft.engine.wire.messages import AddRequest, EngineReady, EngineStats, Finish, LoadAdapter, Outputs
@@ -132,6 +134,11 @@ class Engine:
 
     def _scheduler_of(self, pool: PagePool) -> Scheduler:
         config, resolved = self.config, self.resolved
+        if resolved.drafting is not None and self._vision is not None:
+            # Verified decodes of requests with images are not tested.
+            if config.speculation != "auto":
+                raise ConfigError("speculation does not support models that take images yet: leave it out")
+            resolved = self.resolved = replace(resolved, drafting=None)
         slots = SlotTable(
             resolved.max_num_seqs, resolved.max_model_len, config.page_size, self.spec.kv_window, resolved.states.pages
         )
@@ -140,9 +147,12 @@ class Engine:
             shelf = PixelShelf(config.share.pixels) if config.share.pixels else None
             budget = resolved.max_num_batched_tokens
             images = Images(slots, self._vision, self._image_rows.capacity, budget, shelf)
+        self._drafter = None if resolved.drafting is None else TextDrafter(slots, resolved.drafting)
+        self._verification = None if self._drafter is None else Verification(slots, pool, self._drafter)
         return Scheduler(
             slots,
             pool,
+            verification=self._verification,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             prefix_caching=config.prefix_caching,
             tiers=self.tiers,
@@ -214,6 +224,8 @@ class Engine:
             # Ahead of the chunk keeper, which forgets the iteration.
             yield SlotLimitKeeper.of(config, self.scheduler)
         yield from given(self.scheduler.chunk_keeper, lambda keeper: keeper)
+        if self._drafter is not None and self._verification is not None:
+            yield SpeculationKeeper(self._drafter, self._verification, outbox)
         name = str if self.adapters is None else self.adapters.name
         yield from given(self._publisher, lambda to: features.KvEvents(IndexEvents(index, to, config.page_size, name)))
         if self.scheduler.images is not None and self._image_rows is not None:

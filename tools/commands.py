@@ -61,6 +61,13 @@ COMMANDS = (
         EngineConfig,
     ),
     Command(
+        "bench speculation",
+        "throughput on real prompts, with and without speculation",
+        "weft.tools.bench.speculation:run",
+        f"{_OPTIONS}:add_speculation_flags",
+        EngineConfig,
+    ),
+    Command(
         "bench scheduler",
         "CPU time per iteration, without a model",
         "weft.tools.bench.offline:run_scheduler",

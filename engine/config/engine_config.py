@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, m
 from weft.engine.config.objectives import Objective, itl_objective, kept_percentiles
 from weft.engine.config.option_groups import ENGINE_GROUPS, OptionGroup, described
 from weft.engine.config.paths import PRESETS, TOKENIZER_FILES, cache_home, expanded
+from weft.engine.config.speculation import MOST_DRAFTS, DraftOptions, Speculation, draft_options, parse_config
 from weft.engine.demo import MODEL_PATH as DEMO_MODEL_PATH
 from weft.engine.errors import ConfigError
 
@@ -174,6 +175,14 @@ class EngineConfig(BaseModel):
     tensor_parallel_size: int = Field(1, ge=1, le=8)
     """ranks that share one model, each with a shard of weights and KV; one GPU each (tested on 2 and 4 H200s). Memory
     and disk sizes are for all ranks together"""
+    speculation: Speculation = "off"
+    """verify several drafted tokens of a request per iteration, which changes no token; drafts repeat the request's own
+    text. 'auto' drafts as much as measurements show to pay, 'suffix' and 'ngram' draft as much as they can (on CPUs)"""
+    speculation_depth: int | None = Field(None, ge=1, le=MOST_DRAFTS)
+    """maximum draft tokens of a request per iteration [16; ngram 5]"""
+    speculative_config: str | None = Field(None, min_length=1)
+    """vLLM's JSON instead of --speculation, such as {"method": "suffix"}; keys that weft does not support are refused
+    """
     batch_invariant: bool = False
     """make a request's tokens and log-probabilities independent of the batch; slower. Preemption and cached prefixes
     may still change the last bits"""
@@ -239,6 +248,16 @@ class EngineConfig(BaseModel):
         except ConfigError as error:
             raise ValueError(str(error)) from None
 
+    @field_validator("speculative_config")
+    @classmethod
+    def _valid_speculative_config(cls, value: str | None) -> str | None:
+        try:
+            if value is not None:
+                parse_config(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return value
+
     @model_validator(mode="after")
     def _options_are_compatible(self) -> EngineConfig:
         if self.model_preset is not None:
@@ -274,6 +293,9 @@ class EngineConfig(BaseModel):
         yield published and not self.prefix_caching, "kv_events_endpoint needs prefix_caching"
         replayed = self.kv_events_replay_endpoint is not None
         yield replayed and not published, "kv_events_replay_endpoint needs kv_events_endpoint"
+        both = self.speculative_config is not None
+        yield both and self.speculation != "off", "give speculation or speculative_config, not both"
+        yield self.speculation_depth and self.speculation == "off", "speculation_depth needs speculation"
         many = self.adapters and self.tensor_parallel_size > 1
         yield many, "LoRA adapters do not support tensor_parallel_size above 1 yet"
         yield self.adapters and dummy, "LoRA adapters need a model with weights, not load_format dummy"
@@ -286,6 +308,11 @@ class EngineConfig(BaseModel):
     def adapters(self) -> bool:
         """Whether requests may use LoRA adapters."""
         return self.enable_lora or bool(self.lora_modules) or self.lora_dir is not None
+
+    @property
+    def drafting(self) -> DraftOptions | None:
+        """How drafts are made; None if speculation is off."""
+        return draft_options(self.speculation, self.speculation_depth, self.speculative_config)
 
     @property
     def adaptive_limit(self) -> bool:

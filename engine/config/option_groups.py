@@ -52,7 +52,7 @@ ENGINE_GROUPS = (
     OptionGroup(
         BATCHING,
         ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "slo", "itl_slo"),
-        ("batch_invariant",),
+        ("speculation", "speculation_depth", "speculative_config", "batch_invariant"),
     ),
     OptionGroup(
         DEVICES, ("device", "tensor_parallel_size"), ("attention_backend", "plan", "enforce_eager", "cpu_threads")

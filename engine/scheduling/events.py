@@ -118,6 +118,8 @@ class Outbox:
         self.pipelines_changed = False  # since the last message, pipelines became ready
         self.joules: dict[int, float] = {}
         """Joules charged so far by handle, for metered requests of the iteration to be committed."""
+        self.predicted: dict[int, tuple[int, int]] = {}
+        """See `Outputs.predicted`, for requests of the iteration that is committed."""
         self.refused: list[tuple[int, str, Finish]] = []
 
     def refuse(self, handle: int, why: str, how: Finish) -> None:
@@ -128,6 +130,7 @@ class Outbox:
         """Return the message with a commit's events and everything collected, and empty the outbox."""
         errors, joules = events.errors, self.joules
         self.joules, self.pipelines_changed = {}, False
+        predicted, self.predicted = self.predicted, {}
         if refused := self.refused:
             self.refused = []
             for how in (Finish.REFUSED, Finish.BUSY):
@@ -138,5 +141,5 @@ class Outbox:
             tokens=events.tokens.astype(np.int32, copy=False).tobytes(),
             finish=events.finish.astype(np.uint8, copy=False).tobytes(), started=events.started,
             logprobs=events.logprobs, prompt_logprobs=events.prompt_logprobs, pooled=events.pooled, errors=errors,
-            joules=joules, stats=stats,
+            joules=joules, predicted=predicted, stats=stats,
         )  # fmt: skip

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from weft.engine.config.speculation import MOST_DRAFTS
 from weft.engine.errors import RequestError
 from weft.engine.memory.loads import Loading
 from weft.engine.memory.pages import PagePool, Pages
@@ -83,6 +84,9 @@ class Request:
     retention: tuple[Retention, ...] = ()  # how long to retain the first pages of the prompt
     retained_tokens: int = 0  # prompt tokens retained
     names: tuple[bytes, ...] = ()  # names of the conversation for its next turn
+    prediction: TokenIds | None = None  # a text that the output may repeat in part
+    predicted: tuple[int, int] = (0, 0)  # draft tokens of the prediction: accepted, rejected
+    max_drafts: int = MOST_DRAFTS  # maximum draft tokens of an iteration
     segment: int = 0  # tokens before the second text of a pair; 0: no pair
     images: tuple[PromptImage, ...] = ()  # images of the prompt, in order
     image_parts: Mapping[int, bytes] = field(default_factory=dict)
@@ -219,6 +223,10 @@ class Arrivals:
             leader=message.leader, tenant=message.tenant, precedence=message.precedence, metered=message.metered,
             retention=message.retention, names=message.names,
         )  # fmt: skip
+        if message.prediction:
+            request.prediction = np.frombuffer(message.prediction, np.int32)
+        if message.max_drafts is not None:
+            request.max_drafts = min(message.max_drafts, MOST_DRAFTS)
         if params.allowed_token_ids is not None:
             request.allowed = only(params.allowed_token_ids, self._vocab_size)
         if params.thinking is not None:

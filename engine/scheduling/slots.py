@@ -80,6 +80,7 @@ class SlotTable:
         self.constrained = np.zeros(n, np.bool_)
         """The allowed tokens depend on the newest token: it has a grammar, bad words or bounded thinking."""
         self.seed = np.zeros(n, np.uint64)
+        self.max_drafts = np.zeros(n, np.int32)  # maximum draft tokens of an iteration
         self.adapter = np.zeros(n, np.int32)  # number of its LoRA adapter; 0 for none
         self.rope_delta = np.zeros(n, np.int32)  # see `Request.rope_delta`
         self.joules = np.zeros(n)  # joules charged so far
@@ -156,6 +157,7 @@ class SlotTable:
         self.constrained[slot], self.masked[slot] = request.constrained, request.masked
         self.seed[slot], self.adapter[slot] = request.seed, request.adapter
         self.rope_delta[slot] = request.rope_delta
+        self.max_drafts[slot] = request.max_drafts
         self.joules[slot], self.metered[slot] = request.joules, request.metered
         self.prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.pooling[slot], request.pooled = params.pooling, None

@@ -99,6 +99,10 @@ class AddRequest(msgspec.Struct, tag="add", frozen=True, kw_only=True):
     """Names of the conversation for its next turn, 16 bytes each."""
     adapter: str = ""
     """Digest of the LoRA adapter (`AdapterNews`); "" for none."""
+    prediction: bytes = b""
+    """int32: a text that the output may repeat in part, to draft from; empty for none."""
+    max_drafts: int | None = None
+    """Maximum draft tokens of an iteration; None for as many as the engine chooses."""
     segment: int = 0
     """Prompt tokens before the second text of a pair, for encoders that distinguish the two; 0: no pair."""
     images: tuple[Image, ...] = ()
@@ -385,6 +389,29 @@ class AdapterStats(msgspec.Struct, frozen=True, array_like=True):
     waiting: tuple[str, ...] = ()
 
 
+class SpeculationStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Draft tokens that were verified. Counters are totals since start; dictionaries have one of each of `DRAFTERS`."""
+
+    drafts: int = 0
+    """Drafts verified: one for each request of an iteration that had draft tokens."""
+    draft_tokens: dict[str, int] = {}
+    accepted_tokens: dict[str, int] = {}
+    accepted_by_position: dict[str, int] = {}
+    """Accepted tokens by their place in the draft, from 0."""
+    foreseen_tokens: float = 0.0
+    """Tokens that were expected to be accepted."""
+    last_requests: int = 0
+    """Requests that decoded in the last iteration."""
+    last_draft_tokens: int = 0
+    """Draft tokens of that iteration."""
+    pauses: int = 0
+    """Times that drafts were stopped because they did not pay."""
+
+
+DRAFTERS = ("text", "prediction", "grammar")
+"""Where draft tokens come from: the request's own text, the client's prediction, tokens that a grammar forces."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's state after an iteration. Counters are totals since start."""
 
@@ -407,6 +434,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     adapters: AdapterStats = AdapterStats()
     images: ImageStats | None = None
     """None if the model takes no images."""
+    speculation: SpeculationStats = SpeculationStats()
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):
@@ -453,6 +481,8 @@ class Outputs(msgspec.Struct, tag="outputs", frozen=True, kw_only=True):
     """By handle, for `Finish.REFUSED`, `Finish.NONFINITE` and `Finish.BUSY`."""
     joules: dict[int, float] = {}
     """By handle, for metered requests: joules charged since they started."""
+    predicted: dict[int, tuple[int, int]] = {}
+    """By handle, when it changes: accepted and rejected draft tokens of the request's prediction since it started."""
     stats: EngineStats
 
     def columns(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.uint8]]:

@@ -58,6 +58,7 @@ class TokenStream:
         self._waiter: asyncio.Future[None] | None = None
         self._pending = False
         self.closed = False
+        self.predicted = (0, 0)  # draft tokens of the request's prediction: accepted, rejected
         self.joules = 0.0  # joules charged so far, for a metered request
         self.sink: Sink | None = None
         """Takes the tokens of each iteration except the first and the last while `read` waits."""
@@ -132,6 +133,7 @@ class Streams:
         cache_salt: str = "", leader: int = -1, tenant: int = 0, precedence: int = 0, metered: bool = False,
         retention: tuple[messages.Retention, ...] = (), names: tuple[bytes, ...] = (), adapter: str = "",
         segment: int = 0, images: tuple[messages.Image, ...] = (),
+        prediction: Sequence[int] = (), max_drafts: int | None = None,
     ) -> TokenStream:  # fmt: skip
         """Queue one sequence. Options are as in `AddRequest`. Raises `EngineDead` if the engine has ended."""
         if self.dead is not None:
@@ -145,6 +147,8 @@ class Streams:
             handle=handle, prompt_token_ids=prompt, params=params, priority=priority, cache_salt=cache_salt,
             leader=leader, tenant=tenant, precedence=precedence, metered=metered, retention=retention, names=names,
             adapter=adapter, segment=segment, images=images,
+            prediction=np.asarray(prediction, np.int32).tobytes(),
+            max_drafts=max_drafts,
         )  # fmt: skip
         self._send(request)
         self._report_open()
@@ -214,6 +218,9 @@ class Streams:
         for handle, joules in outputs.joules.items():
             if (stream := streams.get(handle)) is not None:
                 stream.joules = joules
+        for handle, predicted in outputs.predicted.items():
+            if (stream := streams.get(handle)) is not None:
+                stream.predicted = predicted
         handles, tokens, finish = outputs.columns()
         logprobs = outputs.logprobs
         rows: Iterable[tuple[int, int, int]] = zip(handles.tolist(), tokens.tolist(), finish.tolist(), strict=True)

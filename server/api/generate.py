@@ -42,6 +42,7 @@ class Prompt:
     retention: tuple[Retention, ...] = ()  # prefixes whose pages are retained, and for how long
     segment: int = 0  # tokens before the second text of a pair, see `AddRequest`
     images: PromptImages | None = None
+    prediction: Sequence[int] | None = None  # a text that the output may repeat in part; None if not given
 
 
 class Generation:
@@ -141,6 +142,8 @@ class Generation:
             adapter=self._adapter,
             segment=prompt.segment,
             images=() if prompt.images is None else prompt.images.spans,
+            prediction=prompt.prediction or (),
+            max_drafts=None if body.speculation is None else body.speculation.max_tokens,
         )
         self._tickets[index:] = [ticket, *self._tickets[index + 1 :]]
         self._prefilling[index] = len(prompt.token_ids)
@@ -302,8 +305,12 @@ class Generation:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
         thought = [choice.reasoning_tokens for choice in self.choices if choice.reasoning_tokens is not None]
-        if thought:
-            usage["completion_tokens_details"] = {"reasoning_tokens": sum(thought)}
+        details = {"reasoning_tokens": sum(thought)} if thought else {}
+        if any(prompt.prediction is not None for prompt in self.prompts):
+            accepted, rejected = zip(*(choice.stream.predicted for choice in self.choices), strict=True)
+            details |= {"accepted_prediction_tokens": sum(accepted), "rejected_prediction_tokens": sum(rejected)}
+        if details:
+            usage["completion_tokens_details"] = details
         if self.body.include_energy:
             joules = sum(choice.stream.joules for choice in self.choices)
             usage["energy_joules"] = round(joules, 6) if self._loaded.ready.energy_source else None

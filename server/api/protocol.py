@@ -28,6 +28,7 @@ from weft.server.api.field_types import (
     bounded,
     given,
 )
+from weft.server.api.prediction import Prediction, SpeculationLimit
 from weft.server.bodies import Body
 from weft.server.errors import bad_request
 from weft.server.text.tokenizer import Side, Tokenizer, Truncation
@@ -105,6 +106,7 @@ class SamplingFields(LegacyConstraints):
     """Requests with the same key go to the same engine if load and cached prefixes allow."""
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     """Retain the prompt in the cache for five minutes (as `prompt_cache_key` does) or a day."""
+    speculation: SpeculationLimit | None = None
     user: str | None = None
     request_id: str | None = Field(None, pattern=REQUEST_ID)
     """The request id if there is no X-Request-Id header."""
@@ -262,6 +264,7 @@ class ChatBody(GenerationBody, TemplateBody):
 
     messages: Messages
     cache_control: CacheControl | None = None  # retain the full prompt in the cache
+    prediction: Prediction | None = None
     include_reasoning: bool = True  # include the model's thinking in the answer
     reasoning: Reasoning | None = None
     max_completion_tokens: int | None = bounded("max_tokens", None, le=INT32)

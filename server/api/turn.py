@@ -65,7 +65,7 @@ async def begin_turn(
     generation = Generation(
         service,
         body,
-        [Prompt(prompt.ids, retention=retention, images=prompt.images)],
+        [Prompt(prompt.ids, retention=retention, images=prompt.images, prediction=await _prediction(body, service))],
         [params],
         request.scope,
         show=frozenset(token_id for token_id in marker_ids if token_id is not None),
@@ -85,6 +85,15 @@ async def begin_turn(
         show_thinking=body.include_reasoning,
     )
     return Turn(body, generation, parser, service.name(body.model), int(time.time()), tokenizer)
+
+
+async def _prediction(body: ChatBody, service: Service) -> list[int] | None:
+    """Return the tokens of the predicted text, as many as the context may hold; None if there is none."""
+    if body.prediction is None:
+        return None
+    text, loaded = body.prediction.text, service.loaded
+    ids = await service.offload(lambda: loaded.tokenizer.encode(text, add_special_tokens=False))
+    return ids[: loaded.ready.max_model_len]
 
 
 WHOLE = -1  # a `Mark.message` that stands for the full prompt

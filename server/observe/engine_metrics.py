@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from weft import __version__
 from weft.engine.wire.messages import (
+    DRAFTERS,
     LENGTHS,
     EnergyStats,
     EngineReady,
@@ -17,6 +18,7 @@ from weft.engine.wire.messages import (
     LengthHits,
     PlanStats,
     SchedulerStats,
+    SpeculationStats,
     TierStats,
 )
 from weft.server.observe.exposition import family, head, labelled
@@ -194,6 +196,7 @@ class EngineMetrics:
         yield from self._energy(engine.energy)
         if engine.images is not None:
             yield from _images(engine.images)
+        yield from _speculation(engine.speculation)
 
         yield _gauge("vllm:num_requests_running", "weft_requests_running", stats.running)
         yield _gauge("vllm:num_requests_waiting", "weft_requests_waiting", stats.waiting)
@@ -263,6 +266,28 @@ class EngineMetrics:
         yield _info("vllm:cache_config_info", "weft_cache_config_info", labels)
         labels = {"version": __version__, "model": known[0].model, "dtype": ready.dtype, "device": ready.device}
         yield _info("weft_build_info", "Always 1", labels)
+
+
+def _speculation(stats: SpeculationStats) -> Iterable[str]:
+    drafted = {drafter: stats.draft_tokens.get(drafter, 0) for drafter in DRAFTERS}
+    accepted = {drafter: stats.accepted_tokens.get(drafter, 0) for drafter in DRAFTERS}
+    own = sum(accepted[drafter] for drafter in DRAFTERS if drafter != "grammar")
+    places = dict(sorted(stats.accepted_by_position.items(), key=lambda place: int(place[0])))
+    drafts, by_place = "weft_speculation_drafts", "weft_speculation_accepted_per_position_total"
+    tokens, right = "weft_speculation_draft_tokens_total", "weft_speculation_accepted_tokens_total"
+    yield _counter(drafts, "Drafts verified, one for each request and iteration that had one", stats.drafts)
+    yield family(tokens, "counter", "Draft tokens verified, by their source", "drafter", drafted)
+    yield family(right, "counter", "Draft tokens accepted, by their source", "drafter", accepted)
+    yield family(by_place, "counter", "Draft tokens accepted, by their place in the draft", "position", places)
+    depth = stats.last_draft_tokens / stats.last_requests if stats.last_requests else 0.0
+    yield _gauge("weft_speculation_depth", "Draft tokens per decoding request in the last iteration", depth)
+    foreseen = stats.foreseen_tokens / own if own else 1.0
+    yield _gauge("weft_speculation_foreseen_ratio", "Accepted tokens that were expected / those accepted", foreseen)
+    yield _counter("weft_speculation_pauses", "Times that drafts stopped because they did not pay", stats.pauses)
+    yield _counter("vllm:spec_decode_num_drafts", f"{drafts}_total", stats.drafts)
+    yield _counter("vllm:spec_decode_num_draft_tokens", tokens, sum(drafted.values()))
+    yield _counter("vllm:spec_decode_num_accepted_tokens", right, sum(accepted.values()))
+    yield family("vllm:spec_decode_num_accepted_tokens_per_pos_total", "counter", by_place, "position", places)
 
 
 def _usage(stats: SchedulerStats) -> float:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from weft.engine.wire.messages import EnergyStats, EngineStats, ImageStats, LengthHits, TierStats
+from weft.engine.wire.messages import EnergyStats, EngineStats, ImageStats, LengthHits, SpeculationStats, TierStats
 
 Stats = TypeVar("Stats", bound=Struct)
 
@@ -25,6 +25,7 @@ _TIER = (
     "hit_tokens", "missed_tokens", "bytes_in", "bytes_out", "bytes_saved", "raw_pages", "evictions", "spilled",
     "prefetched", "failures",
 )  # fmt: skip
+_SPECULATION = ("drafts", "foreseen_tokens", "pauses")
 _LENGTH = ("gpu", "host", "ssd", "missed")
 
 
@@ -51,7 +52,14 @@ def plus(before: EngineStats, now: EngineStats) -> EngineStats:
     images = now.images
     if before.images is not None:
         images = _raised(images or ImageStats(), before.images, _IMAGES)
-    return replace(_raised(now, before, _ENGINE), scheduler=scheduler, energy=energy, images=images)
+    drafted = _raised(now.speculation, before.speculation, _SPECULATION)
+    by = ("draft_tokens", "accepted_tokens", "accepted_by_position")
+    drafted = replace(
+        drafted, **{name: _counts(getattr(drafted, name), getattr(before.speculation, name)) for name in by}
+    )
+    return replace(
+        _raised(now, before, _ENGINE), scheduler=scheduler, energy=energy, images=images, speculation=drafted
+    )
 
 
 def _counts(now: dict[str, int], before: dict[str, int]) -> dict[str, int]:
@@ -71,6 +79,7 @@ def summed(engines: Sequence[EngineStats]) -> EngineStats:
         scheduler=reduce(_added, [engine.scheduler for engine in engines]),
         plan=reduce(_added, [engine.plan for engine in engines]),
         images=reduce(_added, seeing) if seeing else None,
+        speculation=reduce(_added, [engine.speculation for engine in engines], SpeculationStats()),
         energy=reduce(lambda one, other: _raised(one, other, _ENERGY), metered) if metered else None,
         **named,
     )

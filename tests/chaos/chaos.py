@@ -42,7 +42,7 @@ DESCRIPTORS = 400
 MIB = 2**20
 
 
-def options(port: int, admin_port: int, disk: Path) -> list[str]:
+def options(port: int, admin_port: int, disk: Path, speculation: str) -> list[str]:
     """Small pools, so that pages move and requests are preempted, and limits that are reached within seconds."""
     given = {
         "port": port, "api-workers": 3, "dtype": "float32", "num-pages": 150, "page-size": 16, "max-num-seqs": 16,
@@ -50,6 +50,7 @@ def options(port: int, admin_port: int, disk: Path) -> list[str]:
         "responses-dir": disk / "responses", "files-dir": disk / "files", "admin-port": admin_port,
         "max-queued-requests": 64, "request-timeout": 60, "drain-timeout": 20, "hang-timeout": HANG_SECONDS,
         "step-timeout": HANG_SECONDS, "api-hang-timeout": HANG_SECONDS, "engine-restart-limit": 100_000,
+        "speculation": speculation,
     }  # fmt: skip
     return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
@@ -146,7 +147,7 @@ async def fetched(port: int, path: str, seconds: float = 90) -> str:
             await asyncio.sleep(0.3)
 
 
-async def run(folder: Path, minutes: float, seed: int, crowd: int) -> list[str]:
+async def run(folder: Path, minutes: float, seed: int, crowd: int, speculation: str) -> list[str]:
     """Return what was found wrong."""
     rng = Random(seed)
     port = free_port()
@@ -158,7 +159,7 @@ async def run(folder: Path, minutes: float, seed: int, crowd: int) -> list[str]:
         disk = None
         print("there is no C compiler: the disk does not fail")
     store.mkdir(parents=True)
-    daemon = Watched(folder, disk, *options(port, admin_port, folder / "disk"))
+    daemon = Watched(folder, disk, *options(port, admin_port, folder / "disk", speculation))
     ledger = Ledger()
     findings: list[str] = []
     try:
@@ -212,6 +213,7 @@ async def run(folder: Path, minutes: float, seed: int, crowd: int) -> list[str]:
         findings += [f"process {pid} outlived the daemon" for pid in children if Path(f"/proc/{pid}").exists()]
         return findings
     finally:
+        print("drafts:", dict(totals(exposition, "weft_speculation_accepted_tokens_total", "drafter")))
         daemon.end()
 
 
@@ -220,10 +222,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--crowd", type=int, default=24, help="clients that ask all the time")
+    parser.add_argument("--speculation", default="suffix", choices=["off", "auto", "suffix", "ngram"])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="weft-chaos-") as name:
         folder = Path(name)
-        findings = asyncio.run(run(folder, arguments.minutes, arguments.seed, arguments.crowd))
+        findings = asyncio.run(run(folder, arguments.minutes, arguments.seed, arguments.crowd, arguments.speculation))
         if findings:
             kept = Path("build/chaos.log")
             kept.parent.mkdir(exist_ok=True)

@@ -60,6 +60,8 @@ class Script:
     cached_tokens: int = 0
     joules: float = 0.0
     """charged to the request with each of its messages"""
+    predicted: tuple[int, int] | None = None
+    """accepted and rejected tokens of a prediction, reported with the first message"""
     vary: bool = False
     """each further sequence of a prompt gets its own text"""
 
@@ -180,6 +182,8 @@ class Stub(Streams):
             more: dict[str, Any] = {"started": started, "prompt_logprobs": scored} if at == 0 else {}
             if request.metered and self.energy_source:
                 more["joules"] = {handle: script.joules * (at // script.burst + 1)}
+            if at == 0 and script.predicted is not None:
+                more["predicted"] = {handle: script.predicted}
             if last and script.error:
                 more["errors"] = {handle: script.error}
             if params.logprobs is not None:

@@ -114,6 +114,17 @@ NAMES = {
     "weft_event_loop_lag_seconds": "histogram",
     "weft_schedule_seconds": "histogram",
     "weft_build_info": "gauge",
+    "weft_speculation_drafts": "counter",
+    "weft_speculation_draft_tokens": "counter",
+    "weft_speculation_accepted_tokens": "counter",
+    "weft_speculation_accepted_per_position": "counter",
+    "weft_speculation_depth": "gauge",
+    "weft_speculation_foreseen_ratio": "gauge",
+    "weft_speculation_pauses": "counter",
+    "vllm:spec_decode_num_drafts": "counter",
+    "vllm:spec_decode_num_draft_tokens": "counter",
+    "vllm:spec_decode_num_accepted_tokens": "counter",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "counter",
     "vllm:num_requests_running": "gauge",
     "vllm:num_requests_waiting": "gauge",
     "vllm:kv_cache_usage_perc": "gauge",
@@ -178,6 +189,7 @@ async def test_labels_are_pinned(server: Server) -> None:
     assert labels["weft_attention_cut_iterations_total"] == {"what"}
     assert labels["weft_prompts_cut_total"] == {"by"}
     assert labels["weft_plan_pipelines"] == {"state"}
+    assert labels["weft_speculation_draft_tokens_total"] == {"drafter"}
     assert labels["weft_build_info"] == {"version", "model", "dtype", "device"}
 
 

@@ -65,11 +65,11 @@ def report(title: str, figures: Figures, file: Path | None) -> None:
             table.add_row(label.replace("_", " "), f"{part:,.2f}" if isinstance(part, float) else str(part))
     for_stdout().print(table)
     if file is not None:
-        _write(figures, file)
+        write_figures(figures, file)
 
 
-def _write(figures: Figures, file: Path) -> None:
-    """Raises `WeftError`."""
+def write_figures(figures: Figures, file: Path) -> None:
+    """Write figures as JSON. Raises `WeftError`."""
     try:
         file.write_text(json.dumps(figures, indent=1) + "\n")
     except OSError as error:
@@ -336,7 +336,7 @@ def run_offline(config: EngineConfig, arguments: argparse.Namespace) -> int:
     begun = len(lengths)
     for i, (spec, more) in enumerate(further):
         if arguments.json is not None:  # write the figures so far, in case a later step fails
-            _write({**figures, **machine()}, arguments.json)
+            write_figures({**figures, **machine()}, arguments.json)
         figures[f"then {spec}"] = _then(engine, more, config.seed + 1 + i, first_handle=begun)
         begun += len(more)
     engine.close()

@@ -14,6 +14,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _some(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 100_000:
+        raise argparse.ArgumentTypeError(f"must be 1 to 100000, not {text!r}")
+    return int(text)
+
+
 def add_offline_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("benchmark")
     group.add_argument(
@@ -45,6 +51,23 @@ def add_offline_flags(parser: argparse.ArgumentParser) -> None:
         default=6,
         help="iterations in mid-run to trace on a GPU; 0: none [6]",
     )
+    group.add_argument("--json", metavar="FILE", type=output_file, help="also write the figures to this file")
+
+
+def add_speculation_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("benchmark")
+    group.add_argument(
+        "--kind", metavar="KIND", action="append",
+        help="kind of prompts, of tools/bench/real_prompts.py; may be repeated [all]",
+    )  # fmt: skip
+    group.add_argument("--by-kind", action="store_true", help="measure each kind separately instead of a mixture")
+    group.add_argument("--temperature", metavar="T", type=float, action="append", help="may be repeated [0, 0.7]")
+    group.add_argument("--running", metavar="N", type=_some, action="append", help="may be repeated [1, 4, 16]")
+    group.add_argument(
+        "--requests", metavar="N", type=_some, help="prompts per pass [each kind once, or twice --running]"
+    )
+    group.add_argument("--output", metavar="N", type=_some, default=128, help="maximum output tokens [128]")
+    group.add_argument("--rounds", metavar="N", type=_some, default=3, help="passes of each engine [3]")
     group.add_argument("--json", metavar="FILE", type=output_file, help="also write the figures to this file")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from weft.engine.config import EngineConfig, Pod, expanded
+from weft.engine.config.speculation import DraftOptions
 from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.memory.state_layout import NO_STATES, StateLayout
@@ -67,6 +68,7 @@ class ResolvedConfig:
     pod: Pod = "off"  # Whether decodes and chunks share one attention launch.
     enforce_eager: bool = False  # Launch every kernel of an iteration instead of replaying CUDA graphs.
     late_launch: bool = False  # Delay launches so that late arrivals can join.
+    drafting: DraftOptions | None = None  # How drafts are made; None: no speculation.
     states: StateLayout = NO_STATES  # Recurrent states in pages, in the dtypes in which they are kept.
 
     def chunk_step(self, spec: ModelSpec) -> int:
@@ -202,11 +204,29 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         packed=_packed(kv) if config.tier_kv_format == "packed" else None,
         pod=config.pod,
         late_launch=alone if config.late_launch is None else config.late_launch,
+        drafting=_drafting(config, spec, cuda=cuda),
         states=states,
     )
     if config.batch_invariant and states.pages and max_num_batched_tokens < (step := resolved.chunk_step(spec)):
         raise ConfigError(f"--batch-invariant needs --max-num-batched-tokens {step} or more for this model")
     return resolved
+
+
+def _drafting(config: EngineConfig, spec: ModelSpec, *, cuda: bool) -> DraftOptions | None:
+    """Return how drafts are made. Raises `ConfigError` if they cannot be verified here; 'auto' is off then."""
+    if (options := config.drafting) is None:
+        return None
+    if cuda:
+        why = "speculation runs on a CPU only so far: leave it out, or use --device cpu"
+    elif spec.recurrent:
+        why = f"{spec.architecture} has recurrent layers, whose states cannot be rolled back; leave it out"
+    else:
+        return options
+    if config.speculation == "auto":
+        log.warning("--speculation auto is off: %s", why.partition(":")[0])
+        return None
+    name = "--speculative-config" if config.speculation == "off" else f"--speculation {config.speculation}"
+    raise ConfigError(f"{name}: {why}")
 
 
 def _states(
