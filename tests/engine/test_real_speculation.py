@@ -49,7 +49,14 @@ def test_acceptance_is_that_of_a_replay_and_of_transformers(tmp_path_factory: py
     model = SmolLM2(model_file(SMOLLM2, tmp_path_factory.mktemp("model")))
     prompt = model.chat_ids({"role": "user", "content": CODE})
     there = str(find_model(str(model.file), None, weights=True))
-    options = {"device": "cpu", "dtype": "float32", "max_model_len": 512, "max_num_seqs": 1, "cpu_threads": 1}
+    options = {
+        "device": "cpu",
+        "dtype": "float32",
+        "quantization": "none",
+        "max_model_len": 512,
+        "max_num_seqs": 1,
+        "cpu_threads": 1,
+    }
     engine = Engine(EngineConfig(model=there, speculative_config=LOOKUP, **options))
     params = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
     engine.add(AddRequest(handle=1, prompt_token_ids=np.array(prompt, np.int32).tobytes(), params=params))
