@@ -61,7 +61,9 @@ def _prompts() -> list[np.ndarray]:
     return [rng.integers(3, 199, n) for n in (1, 9, 23, 40, 61)]
 
 
-def _answers(model: Path, *, alone: bool = False, adapter: str = "", **options: Any) -> list[tuple[list[int], Any]]:
+def _answers(
+    model: Path, *, alone: bool = False, adapter: str = "", neighbor: str = "", **options: Any
+) -> list[tuple[list[int], Any]]:
     """Tokens and log-probabilities, of the prompts too."""
     harness = Harness(model, **{**OPTIONS, **options})
     try:
@@ -69,11 +71,15 @@ def _answers(model: Path, *, alone: bool = False, adapter: str = "", **options: 
             harness.add(prompt, adapter=adapter, max_tokens=8, ignore_eos=True, logprobs=1, prompt_logprobs=1, **GREEDY)
             if alone:
                 harness.run()
+        own = [*harness.tokens]
+        if neighbor:
+            harness.add(_prompts()[1], adapter=neighbor, max_tokens=40, ignore_eos=True, **GREEDY)
         harness.run()
     finally:
         harness.engine.close()
     found = []
-    for handle, tokens in harness.tokens.items():
+    for handle in own:
+        tokens = harness.tokens[handle]
         entries = [*harness.prompt_logprobs[handle], *harness.logprobs[handle]]
         found.append((tokens, np.array([entry.values[0] for entry in entries])))
     return found
@@ -100,6 +106,18 @@ def test_a_row_has_the_same_bits_in_any_batch(model: Path) -> None:
     options: dict[str, Any] = {"batch_invariant": True, "max_num_batched_tokens": 128, "prefix_caching": False}
     together, alone = _answers(model, **options), _answers(model, alone=True, **options)
     for (tokens, own), (others, theirs) in zip(together, alone, strict=True):
+        assert tokens == others
+        assert np.array_equal(own, theirs)
+
+
+def test_an_adapter_beside_it_leaves_the_bits_of_a_row(model: Path, plain: Path, folder: Path) -> None:
+    path = save_adapter(folder / "beside", AutoModelForCausalLM.from_pretrained(plain), seed=2)
+    options: dict[str, Any] = {"batch_invariant": True, "max_num_batched_tokens": 128, "prefix_caching": False}
+    options |= {"lora_modules": [f"one={path}"]}
+    alone = _answers(model, **options)
+    for (tokens, own), (others, theirs) in zip(
+        alone, _answers(model, neighbor=adapter_digest(path), **options), strict=True
+    ):
         assert tokens == others
         assert np.array_equal(own, theirs)
 

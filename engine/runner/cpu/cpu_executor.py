@@ -328,8 +328,9 @@ class CpuExecutor:
     def __init__(
         self, spec: ModelSpec, weights: Weights, kv: Tensor, attention: HostAttention[Any], *,
         states: StateLayout = NO_STATES, invariant: bool = False, collectives: Collectives | None = None,
-        image_rows: ImageRows | None = None, dtype: torch.dtype | None = None,
+        image_rows: ImageRows | None = None, dtype: torch.dtype | None = None, adapts: bool = False,
     ) -> None:  # fmt: skip
+        """adapts: requests may use LoRA adapters."""
         self.spec, self.weights, self.kv, self.attention = spec, weights, kv, attention
         self.collectives = collectives or SingleRank()
         self.adapters: dict[int, Adapter] = {}  # Loaded adapters by number.
@@ -366,8 +367,8 @@ class CpuExecutor:
         """The axis that each pair of a head turns with, by rope; None: there is one position."""
         if spec.experts is None or not spec.placement.parallel:
             self._last_attention = max(i for i, (_, op, _) in enumerate(self._steps) if op.role.attends)
-
-        if not self._deep_ends:
+        # C++ has no adapters. Its bits differ, so with batch invariance it must compute every iteration or none.
+        if not self._deep_ends and not (invariant and adapts):
             self.native = native_layers(spec, weights, kv, attention, self._steps)
 
     def rotated(self, positions: Tensor, rope: Tensor | None) -> list[Tensor]:
@@ -414,7 +415,7 @@ class CpuExecutor:
 
     def _forward(self, inputs: CpuInputs, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """rows `[N]`: rows to keep after the last attention, and to return in this order; None: all."""
-        if self.native is not None and not self.adapters:
+        if self.native is not None and inputs.adapters is None:
             return self._forward_natively(self.native, inputs, rows)
         if self._must_find_block_rows:  # found here, because GEMMs also depend on the calling thread's thread count
             # An expert multiplies all its rows at once, and their number depends on the rest of the batch.

@@ -113,7 +113,7 @@ class CpuRunner:
             )  # fmt: skip
             self._executor = CpuExecutor(
                 spec, weights, self.kv, attention, states=config.states, invariant=config.batch_invariant,
-                collectives=collectives, image_rows=image_rows, dtype=config.compute_dtype,
+                collectives=collectives, image_rows=image_rows, dtype=config.compute_dtype, adapts=config.adapters,
             )  # fmt: skip
         self._image_rows = image_rows
         self._last_token = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=config.device)

@@ -69,6 +69,7 @@ class ResolvedConfig:
     enforce_eager: bool = False  # Launch every kernel of an iteration instead of replaying CUDA graphs.
     late_launch: bool = False  # Delay launches so that late arrivals can join.
     drafting: DraftOptions | None = None  # How drafts are made; None: no speculation.
+    adapters: bool = False  # Requests may use LoRA adapters.
     states: StateLayout = NO_STATES  # Recurrent states in pages, in the dtypes in which they are kept.
 
     def chunk_step(self, spec: ModelSpec) -> int:
@@ -205,6 +206,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         pod=config.pod,
         late_launch=alone if config.late_launch is None else config.late_launch,
         drafting=_drafting(config, spec, cuda=cuda),
+        adapters=config.adapters,
         states=states,
     )
     if config.batch_invariant and states.pages and max_num_batched_tokens < (step := resolved.chunk_step(spec)):
