@@ -1,7 +1,6 @@
 """Drafts from a request's own text: what followed its last tokens where the same tokens occurred before.
 
-There is no index. One comparison finds the last token in the whole text, so a draft costs some 50 us, a prompt of
-100,000 tokens adds 50 us to that, and nothing is kept from one draft to the next.
+There is no index. One comparison finds the last token in the whole text, and nothing is kept from one draft to the next.
 """
 
 from __future__ import annotations
