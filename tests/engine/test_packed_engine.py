@@ -110,8 +110,8 @@ def test_a_row_has_the_same_bits_in_any_batch(model: Path) -> None:
         assert np.array_equal(own, theirs)
 
 
-def test_an_adapter_beside_it_leaves_the_bits_of_a_row(model: Path, plain: Path, folder: Path) -> None:
-    path = save_adapter(folder / "beside", AutoModelForCausalLM.from_pretrained(plain), seed=2)
+def test_an_adapter_in_the_batch_leaves_the_bits_of_a_row(model: Path, plain: Path, folder: Path) -> None:
+    path = save_adapter(folder / "neighbor", AutoModelForCausalLM.from_pretrained(plain), seed=2)
     options: dict[str, Any] = {"batch_invariant": True, "max_num_batched_tokens": 128, "prefix_caching": False}
     options |= {"lora_modules": [f"one={path}"]}
     alone = _answers(model, **options)
