@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -67,6 +67,8 @@ def _measure(options: Settings, ready: Ready, rate: float | None, what: str) -> 
     arrival = options.arrival if rate is None else replace(options.arrival, rate=rate)
     maker = replace(options.maker, calibration=ready.calibration)
     context = ready.context
+    if context is not None:
+        context = max(2, context - ready.image_tokens)
     if context is not None and maker.kind == "words":
         context = max(2, int(context * 0.95))  # words match their token counts only on average
     workload = build(arrival, options.content, maker, context)
@@ -110,6 +112,8 @@ def _description(options: Settings) -> dict[str, Any]:
         out["think_mean_seconds"] = content.think
     if maker.shared:
         out |= {"shared_prefix": maker.shared, "prefix_groups": maker.groups}
+    if maker.images is not None:
+        out["images_per_request"] = asdict(maker.images)
     target = options.targets[0]
     out |= {"endpoint": target.path, "exact_output_asked": target.exact_output, "extra": dict(target.extra)}
     return out

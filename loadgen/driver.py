@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weft.loadgen.client import Client, Target
+from weft.loadgen.prompts import Content
 from weft.loadgen.record import Outcome, Record
 from weft.loadgen.workload import Planned, Workload
 
@@ -108,7 +109,7 @@ class Driver:
         workload = self.job.workload
         for index in workload.share(self.job.part, self.job.parts):
             planned = workload.planned(index)
-            body = self._body_ahead(planned)
+            body = await self._body_ahead(planned)
             assert planned.at is not None
             if not await self._sleep_until(planned.at):
                 return
@@ -124,19 +125,22 @@ class Driver:
             if workload.duration is not None and due >= workload.duration:
                 return
             planned = workload.planned(index)
-            body = self._body_ahead(planned)
+            body = await self._body_ahead(planned)
             if not await self._sleep_until(due):
                 return
             turn += 1
             due = await self._request(planned, due, body) + workload.think(user, turn)
             index += workload.users
 
-    def _body_ahead(self, planned: Planned) -> bytes | None:
+    async def _body_ahead(self, planned: Planned) -> bytes | None:
         """Build a body before it is due, so that building does not delay sending. None: it starts a conversation."""
         workload = self.job.workload
         if workload.is_conversation:
             return None
-        return self.job.target.body(workload.content(planned), planned.output_tokens)
+        if workload.maker.images is None:
+            return self.job.target.body(workload.content(planned), planned.output_tokens)
+        content = await asyncio.to_thread(workload.content, planned)  # images take milliseconds
+        return self.job.target.body(content, planned.output_tokens)
 
     async def _request(self, planned: Planned, due: float, body: bytes | None) -> float:
         """Send a request, or a conversation if `body` is None. Return the time it ended."""
@@ -158,7 +162,9 @@ class Driver:
                 self._out.conversations_cut += 1
                 break
             words = workload.maker.turn(first.index, turn, inputs)
-            content = [*messages, {"role": "user", "content": words}] if target.chat else history + words
+            content: Content = [*messages, {"role": "user", "content": words}] if target.chat else history + words
+            if not turn and workload.maker.images is not None:  # later turns resend its images
+                content = await asyncio.to_thread(workload.maker.with_images, first.index, content)
             if turn:
                 due += workload.think(first.index, turn)
             body = target.body(content, outputs)

@@ -29,7 +29,10 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
     add("--timeout", metavar="TIME", default="600s", help="time limit of a request, to the end of its answer [600s]")
     add("--max-context", metavar="N", help="cut requests to this many tokens [the server's limit]")
     add_arrival_flags(parser.add_argument_group("arrivals"))
-    add_content_flags(parser.add_argument_group("prompts and lengths"))
+    contents = parser.add_argument_group("prompts and lengths")
+    add_content_flags(contents)
+    contents.add_argument("--images", metavar="N[xWIDTHxHEIGHT]",
+        help="send this many generated PNG images with each request; chat only [0; 512x512]")  # fmt: skip
     add = parser.add_argument_group("evaluation").add_argument
     add("--slo", metavar="SPEC", action="append", default=[],
         help="objective MEASURE:STATISTIC:LIMIT, such as ttft:p99:500ms; measures ttft, itl, stall, tpot, e2e, "

@@ -42,6 +42,7 @@ class Ready:
     context: int | None
     calibration: Calibration
     notes: tuple[str, ...] = ()
+    image_tokens: int = 0  # Prompt tokens of a request's images.
 
 
 async def prepare(target: Target, maker: PromptMaker) -> Ready:
@@ -64,7 +65,13 @@ async def prepare(target: Target, maker: PromptMaker) -> Ready:
     if trial.completion_tokens < 0:
         notes.append("the server sends no usage, so output tokens are counted as events")
     calibration = await _calibrate(target, maker, context) if maker.kind == "words" else Calibration()
-    return Ready(target, context, calibration, tuple(notes))
+    image_tokens = 0
+    if maker.images is not None:
+        seen = await _try(target, maker.with_images(0, maker.prompt(0, 8)), 2)
+        if not seen.ok:
+            raise LoadError(f"{target.name}: a trial request with {maker.images} failed: {seen.error or seen.outcome}")
+        image_tokens = max(0, seen.prompt_tokens - trial.prompt_tokens)
+    return Ready(target, context, calibration, tuple(notes), image_tokens)
 
 
 async def _discover(target: Target, notes: list[str]) -> tuple[Target, int | None]:

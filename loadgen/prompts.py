@@ -12,6 +12,7 @@ import orjson
 from numpy.typing import NDArray
 
 from weft.loadgen.errors import LoadError
+from weft.loadgen.images import Images
 
 Kind = Literal["ids", "words"]
 Content = str | list[int] | list[dict[str, Any]]
@@ -28,7 +29,7 @@ WORDS = (  # noqa: SIM905
 ).split()
 
 # The first element of a generator's key identifies its use, so that no two uses share numbers.
-_PROMPT, _GROUP, _SHARED, _BLOCK, _TURN = range(5)
+_PROMPT, _GROUP, _SHARED, _BLOCK, _TURN, _IMAGE = range(6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class PromptMaker:
     """Generates the content of request `index` from the seed alone.
 
     `low`, `high`: token ids come from [low, high). `shared`: fraction of each prompt that is a shared prefix, one of
-    `groups`.
+    `groups`. `images`: those of every request, or None.
     """
 
     kind: Kind
@@ -54,6 +55,7 @@ class PromptMaker:
     shared: float = 0.0
     groups: int = 1
     calibration: Calibration = Calibration()
+    images: Images | None = None
 
     def prompt(self, index: int, tokens: int) -> str | list[int]:
         """Return a prompt of `tokens` tokens: exact for ids, on average for words."""
@@ -77,6 +79,19 @@ class PromptMaker:
         """Return the words of one turn of a conversation."""
         drawn = self._draw((_TURN, session, turn), max(1, round(tokens / self.calibration.per_word)))
         return " ".join(WORDS[i] for i in drawn)
+
+    def with_images(self, index: int, content: Content) -> Content:
+        """Add the images of request `index`, if any, to the end of its last user message."""
+        if self.images is None:
+            return content
+        if isinstance(content, str):
+            content = [{"role": "user", "content": content}]
+        messages = [message for message in content if isinstance(message, dict)]
+        last = max((i for i, message in enumerate(messages) if message.get("role") == "user"), default=len(messages))
+        said = messages[last]["content"] if last < len(messages) else []
+        text = [{"type": "text", "text": said}] if isinstance(said, str) else said
+        user = {"role": "user", "content": [*text, *self.images.parts((self.seed, _IMAGE, index))]}
+        return [*messages[:last], user, *messages[last + 1 :]]
 
     def _symbols(self, tokens: int) -> int:
         if self.kind == "ids":

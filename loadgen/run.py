@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from weft.loadgen.driver import Job
+from weft.loadgen.images import Images
 from weft.loadgen.measures import STALLS, Measures
 from weft.loadgen.preflight import Ready, settled
 from weft.loadgen.processes import OnProgress, run_async, run_jobs
@@ -55,13 +56,16 @@ class Run:
     notes: tuple[str, ...] = ()
     conversations: bool = False
     interrupted: bool = False
+    images: Images | None = None  # Those of every request.
 
     @property
     def load(self) -> str:
         """Describe the offered load in words."""
+        images = f" with {self.images} each" if self.images else ""
         if self.rate is None:
-            return f"{self.users} users" if self.users else f"{len(self.everything.records)} requests at once"
-        return f"{self.rate:.3g} {'conversations' if self.conversations else 'requests'}/s"
+            who = f"{self.users} users" if self.users else f"{len(self.everything.records)} requests at once"
+            return who + images
+        return f"{self.rate:.3g} {'conversations' if self.conversations else 'requests'}/s{images}"
 
     @cached_property
     def attainment(self) -> Attainment:
@@ -172,6 +176,7 @@ class Run:
             "offered_rate": self.rate,
             "users": self.users or None,
             "conversations": self.conversations,
+            "images_per_request": self.images.count if self.images else 0,
             "duration": self.duration,
             "span": self.span,
             "requests": len(measures.records),
@@ -250,4 +255,5 @@ def execute(ready: Ready, workload: Workload, options: RunOptions, on_progress: 
         tuple(notes),
         workload.is_conversation,
         any(o.interrupted for o in outcomes),
+        workload.maker.images,
     )

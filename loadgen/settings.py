@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from weft.loadgen import lengths, slo
+from weft.loadgen import images, lengths, slo
 from weft.loadgen.arrivals import MAX_ARRIVALS, Process
 from weft.loadgen.client import Target
 from weft.loadgen.connection import Address
@@ -54,12 +54,20 @@ def read(arguments: argparse.Namespace) -> Settings:
     rows = content.trace.rows if content.trace is not None else ()
     given = [prompt for prompt, _ in content.prompts] + [row.content for row in rows]
     messages = any(isinstance(one, list) and one and isinstance(one[0], dict) for one in given)
-    chat = a.endpoint == "chat" or (a.endpoint is None and (conversations or messages))
+    pictures = None if a.images in (None, "0") else images.parse(a.images, "--images")
+    if pictures is not None and a.endpoint == "completions":
+        raise LoadError("--images needs chat requests; omit --endpoint completions")
+    if pictures is not None and any(isinstance(one, list) and not isinstance(one[0], dict) for one in given if one):
+        raise LoadError("--images needs prompts of text or messages, not of token ids")
+    if pictures is not None and a.format == "inferencex":
+        raise LoadError("--images does not work with --format inferencex, whose rows describe text")
+    chat = a.endpoint == "chat" or (a.endpoint is None and (conversations or messages or pictures is not None))
     if messages and not chat:
         raise LoadError("--endpoint completions cannot send messages; use --endpoint chat")
     kind: Kind = a.prompts or ("words" if chat or conversations else "ids")
     if kind == "ids" and (chat or conversations):
-        raise LoadError(f"--prompts ids does not work with {'--endpoint chat' if chat else '--turns'}; omit it")
+        other = "--images" if pictures else "--endpoint chat" if chat else "--turns"
+        raise LoadError(f"--prompts ids does not work with {other}; omit it")
     arrival = read_arrival(a, traced=content.trace is not None)
     objectives = tuple(objective for text in a.slo for objective in slo.parse(text))
     if sweeping and not objectives:
@@ -82,7 +90,7 @@ def read(arguments: argparse.Namespace) -> Settings:
         _targets(a, chat, seconds(a.timeout, "--timeout", exclusive=True)),
         arrival,
         content,
-        read_maker(a, kind),
+        replace(read_maker(a, kind), images=pictures),
         optional(a.max_context, "--max-context", whole, low=2),
         options,
         sweep,

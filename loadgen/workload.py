@@ -118,6 +118,9 @@ class Workload:
 
     def content(self, planned: Planned) -> Content:
         """Return the prompt of a request that does not depend on earlier answers."""
+        return self.maker.with_images(planned.index, self._text(planned))
+
+    def _text(self, planned: Planned) -> Content:
         if planned.content is not None:
             return planned.content
         if planned.hash_ids and self.options.trace is not None:

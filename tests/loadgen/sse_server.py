@@ -37,6 +37,8 @@ class Script:
     usage: bool = True
     words_per_token: float = 1.0
     template_tokens: int = 0
+    image_tokens: int | None = None
+    """prompt tokens of an image; None: images are refused"""
     split: bool = False
     """write every event in two parts"""
     text: str = "word "
@@ -113,6 +115,9 @@ class Stub:
         if script.refuses_extensions and "ignore_eos" in body:
             self._plain(writer, 400, {"error": {"message": "Unrecognized request argument supplied: ignore_eos"}})
             return True
+        if script.image_tokens is None and _images(body):
+            self._plain(writer, 400, {"error": {"message": "This model takes no images."}})
+            return True
         tokens = body["max_tokens"] if script.tokens is None else script.tokens
         if len(self.requests) >= script.holds:
             self._all_came.set()
@@ -169,12 +174,27 @@ class Stub:
 
     def _count(self, body: dict[str, Any]) -> int:
         if "messages" in body:
-            words = sum(len(message["content"].split()) for message in body["messages"])
-        elif isinstance(body["prompt"], list):
+            words = sum(len(part["text"].split()) for part in _parts(body) if part["type"] == "text")
+            images = _images(body) * (self.script.image_tokens or 0)
+            return self.script.template_tokens + round(words * self.script.words_per_token) + images
+        if isinstance(body["prompt"], list):
             return len(body["prompt"])
-        else:
-            words = len(body["prompt"].split())
+        words = len(body["prompt"].split())
         return self.script.template_tokens + round(words * self.script.words_per_token)
+
+
+def _parts(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Parts of all messages, with strings as text parts."""
+    contents = [message["content"] for message in body.get("messages", ())]
+    return [
+        part
+        for content in contents
+        for part in ([{"type": "text", "text": content}] if isinstance(content, str) else content)
+    ]
+
+
+def _images(body: dict[str, Any]) -> int:
+    return sum(part["type"] == "image_url" for part in _parts(body))
 
 
 class _Stream:
