@@ -132,7 +132,9 @@ def read_rope(config: dict[str, Any], max_positions: int, layer_type: str = "") 
     raw = raw.get(layer_type) or raw
     theta = float(raw.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = raw.get("rope_type") or raw.get("type") or "default"
-    kind = {"su": "longrope", "mrope": "default"}.get(kind, kind)
+    kind = {"su": "longrope"}.get(kind, kind)
+    if kind == "mrope" and raw.get("mrope_section"):
+        kind = "default"
     if kind not in KINDS:
         raise ModelError(f"rope scaling {kind!r} is not supported ({', '.join(KINDS)} are)")
     original = (

@@ -1,6 +1,6 @@
 """Drafts from a request's own text: what followed its last tokens where the same tokens occurred before.
 
-There is no index. One comparison finds the last token in the whole text, and nothing is kept from one draft to the next.
+There is no index. One comparison finds the last token in the whole text. Nothing is kept from one draft to the next.
 """
 
 from __future__ import annotations

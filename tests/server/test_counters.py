@@ -16,13 +16,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from weft import __version__
 from weft.engine.wire.messages import (
+    DRAFTERS,
     LENGTHS,
     EnergyStats,
     EngineReady,
     EngineStats,
+    ImageStats,
     IterationStats,
     LengthHits,
     SchedulerStats,
+    SpeculationStats,
     TierStats,
 )
 from weft.server.observe.counters import Counter, Histogram, Store
@@ -201,14 +204,26 @@ def test_every_total_of_the_engine_continues() -> None:
         attention=dict.fromkeys((*ATTENTION, *ATTENTION_PARTS), 1),
         prefix_lengths={name: ones(LengthHits) for name in (*LENGTHS, "more")},
     )
-    stats = ones(EngineStats, scheduler=scheduler, energy=ones(EnergyStats))
-    metrics = Metrics()
-    metrics.engines[0].started(stats)
-    metrics.engines[0].update(stats)
-    families = text_string_to_metric_families(metrics._engine_metrics.text([False]).decode())
-    samples = [sample for family in families if family.type == "counter" for sample in family.samples]
-    assert [sample.value for sample in samples if sample.labels.get("plan") != "serial"] == [2] * (len(samples) - 1)
-    assert len(samples) > 15
+    by_drafter = dict.fromkeys(DRAFTERS, 1)
+    speculation = ones(
+        SpeculationStats, draft_tokens=by_drafter, accepted_tokens=by_drafter, accepted_by_position={"0": 1}
+    )
+    stats = ones(
+        EngineStats, scheduler=scheduler, energy=ones(EnergyStats), images=ones(ImageStats), speculation=speculation
+    )
+
+    def counts(*predecessors: EngineStats) -> list[float]:
+        metrics = Metrics()
+        for before in predecessors:
+            metrics.engines[0].started(before)
+        metrics.engines[0].update(stats)
+        families = text_string_to_metric_families(metrics._engine_metrics.text([False]).decode())
+        samples = [sample for family in families if family.type == "counter" for sample in family.samples]
+        return [sample.value for sample in samples if sample.labels.get("plan") != "serial"]
+
+    assert min(counts()) > 0
+    assert counts(stats) == [2 * count for count in counts()]
+    assert len(counts()) > 80
 
 
 def test_the_slot_limit_is_exposed_before_the_first_request_and_removed_with_the_engine() -> None:
