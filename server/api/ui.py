@@ -9,7 +9,17 @@ from pathlib import Path
 from fastapi import APIRouter, Response
 
 PATH = "/"
-SCRIPTS = ("metrics.js", "format.js", "chart.js", "api.js", "dashboard.js", "markdown.js", "history.js", "chat.js")
+SCRIPTS = (
+    "metrics.js",
+    "format.js",
+    "chart.js",
+    "api.js",
+    "dashboard.js",
+    "markdown.js",
+    "history.js",
+    "images.js",
+    "chat.js",
+)
 """Scripts in dependency order; the page joins them into one module."""
 
 _FOLDER = Path(__file__).with_name("ui_files")

@@ -13,10 +13,12 @@ const models = {
     try {
       const { data } = await (await call("v1/models")).json();
       this.names = data.map((model) => model.id);
+      images.models = new Set(data.filter((model) => model.input_modalities?.includes("image")).map((model) => model.id));
       this.context = Math.min(...data.map((model) => model.max_model_len ?? Infinity)); // null for models that were never awake
       $("name").replaceChildren(...this.names.map((name) => element("option", {}, name)));
       $("limit").value = Math.min(USUAL_LIMIT, Math.floor(this.context / 2));
       options.restore();
+      images.offer();
       $("models").hidden = this.names.length < 2;
       $("forget").hidden = !key.get();
       $("key-form").hidden = true;
@@ -40,15 +42,16 @@ function askForKey() {
 }
 
 class Chat {
-  turns = []; // [{role, content, note, plain}] of answered turns
+  turns = []; // [{role, content, images, unstored, note, plain}] of answered turns
   running = null;
   id = null; // storage id
 
   constructor() {
     $("ask").addEventListener("submit", (event) => {
       event.preventDefault();
-      this.send($("question").value);
+      images.ready.then(() => this.send($("question").value));
     });
+    images.start();
     // The browser's own message needs a visible field, so it does not appear while the options are closed.
     $("ask").addEventListener("invalid", (event) => this.refuse(event), true);
     $("ask").addEventListener("change", (event) => options.keep(event));
@@ -109,12 +112,13 @@ class Chat {
     this.busy(false);
     this.list(false);
     this.id = id;
+    images.set([]);
     chats.current.set(id ?? "");
     this.turns = turns;
     $("log").replaceChildren($("starters"));
     $("starters").hidden = turns.length > 0;
     for (const turn of turns) {
-      const node = this.post(turn.role, turn.content, turn.plain);
+      const node = this.post(turn.role, turn.content, turn.plain, turn);
       node.lastChild.textContent = turn.note ?? "";
       node.classList.remove("waiting");
       node.removeAttribute("aria-busy");
@@ -169,7 +173,7 @@ class Chat {
   }
 
   export() {
-    const messages = this.turns.map(({ role, content }) => ({ role, content }));
+    const messages = this.turns.map(message);
     const text = JSON.stringify({ model: $("name").value, messages }, null, 2);
     download(`chat-${new Date().toISOString().slice(0, 19).replaceAll(":", "")}.json`, `${text}\n`, "application/json");
   }
@@ -186,16 +190,18 @@ class Chat {
   }
 
   async send(question) {
-    if (this.running || !question.trim()) return;
+    if (this.running || !(question.trim() || images.urls.length)) return;
+    if (images.urls.length && images.refusal()) return ($("invalid").textContent = images.refusal());
     const running = (this.running = new AbortController());
     this.busy(true);
     this.list(false);
     $("invalid").textContent = "";
     const plain = $("mode").value === "completion";
-    const posted = this.post("user", question);
+    const turn = { role: "user", content: question };
+    if (images.urls.length) turn.images = images.take();
+    const posted = this.post("user", question, true, turn);
     const answer = this.post("assistant", "");
     const words = new Words(answer.firstChild, plain);
-    const turn = { role: "user", content: question };
     const whole = (...notes) => {
       words.show();
       answer.lastChild.textContent = [meter.text(), ...notes].filter(Boolean).join(" · ");
@@ -228,6 +234,7 @@ class Chat {
         whole("aborted");
         this.fail(error, answer, posted);
         if (!$("question").value) $("question").value = question;
+        if (!images.urls.length) images.set(turn.images ?? []);
         fit();
       }
     }
@@ -252,15 +259,15 @@ class Chat {
     };
     if ($("mode").value === "completion") return { path: "v1/completions", body: { ...body, prompt: turn.content } };
     const system = $("system").value ? [{ role: "system", content: $("system").value }] : [];
-    const before = this.turns.map(({ role, content }) => ({ role, content }));
-    return { path: "v1/chat/completions", body: { ...body, messages: [...system, ...before, turn] } };
+    return { path: "v1/chat/completions", body: { ...body, messages: [...system, ...[...this.turns, turn].map(message)] } };
   }
 
-  post(role, content, plain = role === "user") {
+  post(role, content, plain = role === "user", turn = {}) {
     const node = element(
       "article",
       { className: `message ${role}`, "aria-label": role === "user" ? "You" : "The model" },
       element("div", { className: plain ? "text plain" : "text" }, ...(plain ? [content] : markdown(content))),
+      ...shown(turn),
       element("p", { className: "note", title: "Measured in this page, including the network round trip" }),
     );
     if (role === "assistant") {

@@ -1,6 +1,7 @@
 // Chats and options stored in this browser. They are never sent to the server, and never include the API key.
 
 const MOST_CHATS = 50;
+const MOST_IMAGES = 2 ** 21; // stored characters of one chat's images; a browser stores about 5 million
 
 /** Named values per path. If storage is blocked or full, they last as long as the page. */
 const kept = {
@@ -42,6 +43,18 @@ const kept = {
   },
 };
 
+/** Return turns to store: they have the newest images that fit, and the number of the others. */
+function bounded(turns) {
+  let left = MOST_IMAGES;
+  const fits = (url) => (left -= url.length) >= 0;
+  const stored = [...turns].reverse().map((turn) => {
+    if (!turn.images) return turn;
+    const images = turn.images.filter(fits);
+    return { ...turn, images, unstored: (turn.unstored ?? 0) + turn.images.length - images.length };
+  });
+  return stored.reverse();
+}
+
 /** Chats, one value each, so that two tabs do not overwrite each other. */
 const chats = {
   /** [{id, title, at, turns}], newest first, without invalid entries. */
@@ -52,7 +65,7 @@ const chats = {
   get: (id) => chats.all().find((chat) => chat.id === id) ?? null,
   save(id, turns) {
     const title = turns.find((turn) => turn.role === "user")?.content.trim().replace(/\s+/g, " ").slice(0, 80) || "Chat";
-    const value = { title, at: Date.now(), turns };
+    const value = { title, at: Date.now(), turns: bounded(turns) };
     const oldest = () => chats.all().filter((chat) => chat.id !== id).at(-1);
     while (!kept.set(`chat:${id}`, value) && oldest()) kept.remove(`chat:${oldest().id}`); // storage is full
     for (const chat of chats.all().slice(MOST_CHATS)) kept.remove(`chat:${chat.id}`);
