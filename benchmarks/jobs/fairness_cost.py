@@ -1,148 +1,158 @@
-"""Measures what slots for a waiting key cost, end to end on a CPU: one key fills all slots, another one waits.
+"""Measures what slots for a waiting key cost on a CPU: one key fills all slots for good, another one waits.
 
     python benchmarks/jobs/fairness_cost.py OUT
 
-Two daemons serve the demo model with 16 slots. The greedy key sends 32 long requests at once, and the other one 20
-short ones, one after the other. In daemon B, a key without a slot never gets one from another key (with `--control`,
-B is as A, to show the noise). The engines run in turns of a quarter of a second, A B B A, and the other one is stopped,
-so that a busy machine affects both alike. Both answer the same requests. Each ratio is A's total divided by B's;
-iterations and computed tokens do not depend on the clock.
+Engines in this process serve the demo model with 16 slots. The greedy key always has requests in the queue, and the
+other one sends short ones, each `--pause` iterations after the answer to the last. The long answers begin together,
+which is the worst case. In `never`, a key without a slot never gets one from another key. In `unkept`, a slot that was
+yielded is not kept for the key's next request. The engines run in turns of some iterations, so that a busy machine
+affects all alike. CPU time is that of the engine's two threads.
+
+The answers that were given differ, and a token after a long context costs more. So `cost` divides the CPU time by what
+the generated tokens cost at `never`'s prices, fitted to its iterations: a share of each iteration, and pages to read.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import random
-import re
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
+import statistics
 import time
-from itertools import cycle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
+import numpy as np
 
-GREEDY, WAITING = "greedy", "waiting"
-SLOTS, LONG, SHORT = 16, 32, 20
-SHORT_TOKENS = 30
-TURN_SECONDS = 0.25
-INERT = """
-import sys
-if "weft.engine.process" in sys.orig_argv:
-    from weft.engine.scheduling.fairness import Fairness
-    Fairness.__init__.__kwdefaults__["patience"] = 10**9
-"""
-TOTALS = {
-    "generated": "weft_generation_tokens_total", "computed": "weft_computed_tokens_total",
-    "prompts": "weft_prompt_tokens_total", "iterations": "weft_iterations_total",
-    "preemptions": "weft_preemptions_total",
-}  # fmt: skip
+from weft.engine.config import EngineConfig
+from weft.engine.engine import Engine
+from weft.engine.wire.messages import AddRequest
+from weft.engine.wire.sampling import SamplingParams
+
+GREEDY, WAITING = 1, 2
+SLOTS, SHORT_TOKENS, TURN = 16, 30, 8
+PAGES = 1500
 
 
-class Daemon:
-    """A daemon and its clients. Its engine is stopped, except in `turn`. `totals`: of the whole work, once done."""
+def never(engine: Engine) -> None:
+    engine.scheduler.fairness.patience = 10**9
 
-    def __init__(self, long: int, patch: Path | None) -> None:
-        environment = dict(os.environ)
-        if patch is not None:
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(patch), environment.get("PYTHONPATH"))))
-        options = {"port": 0, "max-num-seqs": SLOTS, "hang-timeout": 0, "step-timeout": 1e6, "request-timeout": 1e6}
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        self._process = subprocess.Popen(
-            (sys.executable, "-P", "-m", "weft.server", "serve", *words, "--api-key", GREEDY, WAITING),
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
-        )  # fmt: skip
-        assert self._process.stdout is not None
-        self.url = re.findall(r"http://\S+", self._process.stdout.readline())[0]
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
-        (self._engine,) = (int(p) for p in children if "weft.engine.process" in Path(f"/proc/{p}/cmdline").read_text())
-        self._seconds, self._left, self._lock = 0.0, LONG + SHORT, threading.Lock()
-        self.totals: dict[str, float] | None = None
-        self._before = self._now()
-        os.kill(self._engine, signal.SIGSTOP)
-        draw = random.Random(0)
-        for _ in range(LONG):  # contexts of different lengths, as attention on a CPU computes equal ones together
-            body = _body(draw.choices(range(20, 400), k=draw.randrange(20, 200)), draw.randrange(2 * long // 3, long))
-            threading.Thread(target=self._send, args=(GREEDY, [body]), daemon=True).start()
-        shorts = [_body(draw.choices(range(20, 400), k=20), SHORT_TOKENS) for _ in range(SHORT)]
-        threading.Thread(target=self._send, args=(WAITING, shorts), daemon=True).start()
 
-    def _send(self, key: str, bodies: list[dict[str, Any]]) -> None:
-        with httpx.Client(timeout=None) as http:
-            for body in bodies:
-                headers = {"Authorization": f"Bearer {key}"}
-                http.post(f"{self.url}/v1/completions", json=body, headers=headers).raise_for_status()
-                with self._lock:
-                    self._left -= 1
-                    if not self._left:
-                        now = self._now()
-                        self.totals = {name: now[name] - self._before[name] for name in now}
+def unkept(engine: Engine) -> None:
+    engine.scheduler._kept_slots.give = lambda _: None  # type: ignore[method-assign]
 
-    def _now(self) -> dict[str, float]:
-        fields = Path(f"/proc/{self._engine}/stat").read_text().rpartition(")")[2].split()
-        cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        lines = httpx.get(f"{self.url}/metrics", timeout=None).text.splitlines()
-        sums = {
-            name: sum(float(line.split()[-1]) for line in lines if re.match(rf"{metric}[ {{]", line))
-            for name, metric in TOTALS.items()
-        }
-        return {"CPU seconds": cpu, "seconds": self._seconds, **sums}
 
-    def turn(self) -> None:
-        if self.totals is not None:
+VARIANTS: dict[str, Callable[[Engine], None]] = {"never": never, "unkept": unkept, "as is": lambda _: None}
+
+
+class Run:
+    """An engine and its clients. Time is counted in iterations."""
+
+    def __init__(self, prepare: Callable[[Engine], None], long: int, pause: int, seed: int) -> None:
+        config = EngineConfig(model="demo", max_num_seqs=SLOTS, num_pages=PAGES, cpu_threads=1, async_scheduling=False)
+        self.engine, self._draw, self._long = Engine(config), random.Random(seed), long
+        self._pause = pause
+        prepare(self.engine)
+        self.cpu = 0.0
+        self.iterations = self.computed = 0
+        self.waits: list[int] = []
+        self.priced: list[tuple[int, int, float]] = []  # rows, pages and CPU seconds of each iteration without prompts
+        self.tokens: list[int] = []  # the context of each generated token
+        self._prompts: dict[int, int] = {}
+        self._known: dict[int, int] = {}  # by handle: tokens that exist
+        self._short, self._came, self._due = -1, 0, 0
+        run = self.engine.runner.run  # type: ignore[attr-defined]
+
+        def timed(batch: Any) -> Any:
+            begin = time.thread_time()
+            result = run(batch)
+            took = time.thread_time() - begin
+            self.cpu += took
+            self.computed += batch.num_tokens
+            if len(batch.query_len) == batch.num_decodes:
+                pages = -(-batch.kv_len // config.page_size)
+                self.priced.append((batch.num_decodes, int(pages.sum()), took))
+            return result
+
+        self.engine.runner.run = timed  # type: ignore[attr-defined]
+
+    def step(self) -> None:
+        while self.engine.scheduler.num_waiting < SLOTS:
+            self._add(GREEDY, self._draw.randrange(20, 200), self._draw.randrange(2 * self._long // 3, self._long))
+        if self._short not in self._known and self.iterations >= self._due:
+            self._short, self._came = self._add(WAITING, 20, SHORT_TOKENS), self.iterations
+        begin = time.thread_time()
+        outputs = self.engine.step()
+        self.cpu += time.thread_time() - begin
+        self.iterations += 1
+        if outputs is None:
             return
-        os.kill(self._engine, signal.SIGCONT)
-        begin = time.monotonic()
-        time.sleep(TURN_SECONDS)
-        self._seconds += time.monotonic() - begin
-        os.kill(self._engine, signal.SIGSTOP)
+        for handle, token, reason in zip(*(c.tolist() for c in outputs.columns()), strict=True):
+            if token >= 0:
+                if handle == self._short and self._known[handle] == 20:
+                    self.waits.append(self.iterations - self._came)
+                self.tokens.append(self._known[handle])
+                self._known[handle] += 1
+            if reason:
+                del self._known[handle]
+                if handle == self._short:
+                    self._due = self.iterations + self._pause
 
-    def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._engine, signal.SIGCONT)
-        self._process.kill()
-        self._process.wait()
+    def _add(self, tenant: int, prompt: int, output: int) -> int:
+        handle = len(self._prompts)
+        self._prompts[handle] = self._known[handle] = prompt
+        ids = np.array(self._draw.choices(range(20, 400), k=prompt), np.int32)
+        params = SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.0)
+        self.engine.add(AddRequest(handle=handle, prompt_token_ids=ids.tobytes(), params=params, tenant=tenant))
+        return handle
+
+    def result(self, row_seconds: float, page_seconds: float) -> dict[str, float]:
+        pages = np.array(self.tokens) // self.engine.config.page_size + 1
+        return {
+            "cost": self.cpu / float((row_seconds + page_seconds * pages).sum()),
+            "CPU seconds": self.cpu,
+            "generated": len(self.tokens),
+            "computed": self.computed,
+            "yields": self.engine.scheduler.fairness.yielded,
+            "answers of the other key": len(self.waits),
+            "wait, median": statistics.median(self.waits),
+            "wait, most": max(self.waits),
+        }
 
 
-def _body(prompt: list[int], tokens: int) -> dict[str, Any]:
-    return {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+def prices(run: Run) -> tuple[float, float]:
+    """Return CPU seconds of a row with all slots taken, and of a page."""
+    rows, pages, seconds = np.array(run.priced).T
+    full = rows == SLOTS
+    fixed, page = np.polyfit(pages[full], seconds[full], 1)[::-1]
+    return float(fixed) / SLOTS, float(page)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
-    parser.add_argument("--long", type=int, default=1800, help="tokens of a long answer")
-    parser.add_argument("--control", action="store_true", help="compare A with itself")
+    parser.add_argument("--long", type=int, default=1500, help="most tokens of a long answer")
+    parser.add_argument("--iterations", type=int, default=2000)
+    parser.add_argument("--pause", type=int, default=0, help="iterations between requests of the other key")
+    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    daemons: list[Daemon] = []
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "sitecustomize.py").write_text(INERT)
-        try:
-            for patch in (None, None if arguments.control else Path(folder)):
-                daemons.append(Daemon(arguments.long, patch))
-            for i in cycle((0, 1, 1, 0)):
-                daemons[i].turn()
-                if all(daemon.totals is not None for daemon in daemons):
-                    break
-        finally:
-            for daemon in daemons:
-                daemon.end()
-    a, b = (daemon.totals or {} for daemon in daemons)
-    result: dict[str, Any] = {
-        "control": arguments.control,
-        "ratios": {name: round(a[name] / b[name], 4) for name in a if b[name]},
-        "A": a,
-        "B": b,
-    }
+    runs = {name: Run(prepare, arguments.long, arguments.pause, arguments.seed) for name, prepare in VARIANTS.items()}
+    order = list(runs.values())
+    for turn in range(arguments.iterations // TURN):
+        for run in order if turn % 2 else reversed(order):
+            for _ in range(TURN):
+                run.step()
+    row, page = prices(runs["never"])
+    found = {name: run.result(row, page) for name, run in runs.items()}
+    for name in found:
+        found[name]["cost"] /= 1.0 if name == "never" else found["never"]["cost"]
+    found["never"]["cost"] = 1.0
+    result = {"row ms": row * 1e3, "page ms": page * 1e3, "iterations": arguments.iterations, "runs": found}
     arguments.out.write_text(json.dumps(result, indent=1))
     print(json.dumps(result, indent=1))
+    for run in order:
+        run.engine.close()
 
 
 if __name__ == "__main__":

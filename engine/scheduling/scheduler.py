@@ -23,6 +23,7 @@ from weft.engine.scheduling.chunk_keeper import ChunkKeeper
 from weft.engine.scheduling.fairness import MAX_OVERTAKEN, Fairness
 from weft.engine.scheduling.fences import Fences
 from weft.engine.scheduling.images import UNENCODED, Images
+from weft.engine.scheduling.kept_slots import KeptSlots
 from weft.engine.scheduling.prefills import Prefills
 from weft.engine.scheduling.prefix_reuse import Found, Prefixes, chain_of
 from weft.engine.scheduling.request import Request
@@ -47,6 +48,7 @@ class Scheduler:
         self.output_lengths = OutputLengths()
         self.fairness = fairness or Fairness()
         self._waiting = WaitingQueue()
+        self._kept_slots = KeptSlots(self._waiting)
         self.fences = Fences(slots, pool)
         self.states: States | None = None  # None: the model has no recurrent states
         if slots.states is not None:
@@ -230,12 +232,15 @@ class Scheduler:
 
     def _free_slots(self) -> None:
         """Free slots for waiting requests that may have them: of a tenant without a slot, or of a higher priority."""
+        self.slots.kept, returned = self._kept_slots.update()
+        for request in returned:
+            self._next_in_line(request)
         self._free_for_tenant_without_slot()
         if self.slots.num_open or (head := self._waiting.head()) is None:
             return
         wanted = self.fairness.slots_wanted(self._waiting.num_like(head))
         # More requests may run than the current limit allows. Then no slot is freed, as none could be used.
-        while 0 <= self.slots.limit - self.num_running < wanted:
+        while 0 <= self.slots.limit - self.slots.kept - self.num_running < wanted:
             victim = self.fairness.victim(self.slots, head)
             if victim is None:
                 return
@@ -253,12 +258,17 @@ class Scheduler:
         own = fairness.donor(s, request, queue.step - since, self.max_num_batched_tokens)
         if not len(own):
             return
-        queue.promote(request)
-        request.overtaken = MAX_OVERTAKEN
+        self._next_in_line(request)
         coming = self._num_coming() > 0 if s.num_open else self.num_running != s.limit
         if not coming and (slot := fairness.yielding(s, own, queue.step)) is not None:
             fairness.yields(s, slot, queue.step)
             self._preempt(slot)
+            self._kept_slots.give(request.tenant)
+
+    def _next_in_line(self, request: Request) -> None:
+        """Make the request the head of its precedence, which none may overtake."""
+        self._waiting.promote(request)
+        request.overtaken = MAX_OVERTAKEN
 
     def _num_coming(self) -> int:
         """Return the pages about to be freed: those that only fences and transfers hold."""
@@ -507,6 +517,8 @@ class Scheduler:
             self.images.release(request)
         request.slot = -1
         self._waiting.freed(request.tenant)
+        if request.ended:
+            self._kept_slots.ended(request)
         if request.loading is not None:
             # Loads continue: the transfers hold references to their pages.
             request.loading.slot, request.loading = -1, None

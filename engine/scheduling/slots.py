@@ -44,6 +44,7 @@ class SlotTable:
         self.states = StateTable(n, state_pages) if state_pages else None
         self.limit = num_slots
         """Slot limit: rows that may be in use at once. Lowering it takes no rows away; freed rows stay free."""
+        self.kept = 0  # free rows that are kept for tenants whose next request may come soon
         max_pages = -(-max_model_len // page_size)
         self.request: list[Request | None] = [None] * n
         self.phase = np.zeros(n, np.uint8)  # `Phase` of each row, the only record of a request's progress
@@ -100,7 +101,7 @@ class SlotTable:
     @property
     def num_open(self) -> int:
         """Number of rows that requests may get now."""
-        return max(0, self.limit - (self.num_slots - len(self._free)))
+        return max(0, self.limit - self.kept - (self.num_slots - len(self._free)))
 
     def of(self, slot: int) -> Request:
         request = self.request[slot]

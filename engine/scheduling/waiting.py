@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Literal
 
@@ -218,6 +218,18 @@ class WaitingQueue:
             return None
         tenant, since = next(iter(queue.without_slot.items()))
         return queue.first_of(tenant), since
+
+    def tenants_without_slot(self) -> Iterable[int]:
+        """Return the tenants of the first precedence that wait and have no slot."""
+        return self._queues[self._precedences[0]].without_slot if self._precedences else ()
+
+    def has_slot(self, tenant: int) -> bool:
+        return tenant in self._slots
+
+    def first_of(self, tenant: int, precedence: int) -> Request | None:
+        """Return the tenant's first request of this precedence; None if none waits."""
+        queue = self._queues.get(precedence)
+        return queue.first_of(tenant) if queue is not None and tenant in queue.tenants else None
 
     def promote(self, request: Request) -> None:
         """Make the request's tenant the next one, out of turn."""

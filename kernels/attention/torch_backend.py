@@ -7,7 +7,7 @@ page that any of a request's queries sees, so pages before the window are not re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from weft.kernels.reference.layer import AttentionGroup, AttentionWork, paged_at
 
 INVARIANT_TILE = 128
 """With batch invariance: prompt positions that are computed together, cut at multiples of this."""
+GROUP_COST = 1 << 17  # Elements of gathered K that take as long as another group of decodes does.
 GROUP_ELEMENTS = 1 << 27  # Limit on a group's gathered K, and on its mask; more requests go into several groups.
 
 
@@ -29,6 +30,23 @@ def _similar(lengths: NDArray[np.int32]) -> Iterator[NDArray[np.intp]]:
     bucket = np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int32)
     for b in np.unique(bucket):
         yield np.flatnonzero(bucket == b)
+
+
+def _cheapest(pages: NDArray[np.int32], group_pages: float) -> Iterator[NDArray[np.intp]]:
+    """Split decodes of these numbers of pages into the groups that cost least. A group costs `group_pages` and its
+    rows, padded to the longest."""
+    order = np.argsort(pages, kind="stable")
+    lengths, counts = np.unique(pages, return_counts=True)
+    ends = np.concatenate(([0], np.cumsum(counts)))
+    best, begin = np.zeros(len(ends)), np.zeros(len(ends), np.intp)
+    for j in range(1, len(ends)):
+        costs = best[:j] + (ends[j] - ends[:j]) * lengths[j - 1]
+        begin[j] = costs.argmin()
+        best[j] = costs[begin[j]] + group_pages
+    j = len(lengths)
+    while j:
+        yield order[ends[begin[j]] : ends[j]]
+        j = begin[j]
 
 
 class WindowStep(NamedTuple):
@@ -84,14 +102,15 @@ class TorchAttention(HostAttention[TorchStep]):
             alone = tuple(group for row, at in rows for group in self._queries(requests, row, at, window))
             return alone, tuple(self._tiles(requests, window))
 
-        def groups(lengths: NDArray[np.int32], start: int) -> tuple[AttentionGroup, ...]:
+        def groups(split: Iterable[NDArray[np.intp]], start: int) -> tuple[AttentionGroup, ...]:
             return tuple(
                 self._group(requests, part, num_pages, first, window)
-                for rows in _similar(lengths)
+                for rows in split
                 for part in self._parts(requests, rows + start, num_pages)
             )
 
-        return groups(num_pages[:d], 0) if self._decodes else (), groups(requests.query_len[d:], d)
+        decodes = _cheapest(num_pages[:d], GROUP_COST / self._page_elements) if self._decodes else ()
+        return groups(decodes, 0), groups(_similar(requests.query_len[d:]), d)
 
     def decode(
         self,

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from weft.engine.errors import one_line
+from weft.engine.errors import EngineDead, one_line
 from weft.engine.wire.messages import AdapterNews
 from weft.engine.wire.streams import Streams
 from weft.server.errors import ApiError, clip
@@ -83,20 +83,20 @@ class AdapterNames:
 
     async def load(self, name: str, path: str) -> str:
         """Load an adapter in every engine. Returns an error, or an empty string. Engines that end meanwhile do not
-        count unless all do, because their successors load it when they attach."""
+        count, because their successors load it when they attach. Raises `EngineDead` if all end or do not answer."""
         if (load := self._loads.get(name)) is None:
             load = self._loads[name] = asyncio.ensure_future(self._ask(name, path))
             load.add_done_callback(lambda _: self._loads.pop(name, None))
         return await asyncio.shield(load)
 
     async def unload(self, name: str) -> str:
-        """Forget a name in every engine. Returns an error, or an empty string."""
+        """Forget a name in every engine. Returns an error, or an empty string. Raises `EngineDead` as `load` does."""
         return await self._ask(name, None)
 
     async def _ask(self, name: str, path: str | None) -> str:
         clients = [client for client in self._clients if client.alive]
         if not clients:
-            return "no engine is running"
+            raise EngineDead("there is no engine")
         loop = asyncio.get_running_loop()
         answers: dict[tuple[Streams, str], asyncio.Future[str | None]]
         answers = {(client, name): loop.create_future() for client in clients}
@@ -110,17 +110,17 @@ class AdapterNames:
             async with asyncio.timeout(LOAD_SECONDS):
                 errors = await asyncio.gather(*answers.values())
         except TimeoutError:
-            return f"the engines have not answered within {LOAD_SECONDS:g} seconds"
+            raise EngineDead(f"the engines have not answered within {LOAD_SECONDS:g} seconds") from None
         finally:
             for key in answers:
                 self._answers.pop(key, None)
         if all(error is None for error in errors):
-            return next(client.dead or "" for client in clients) or "the engine ended"
+            raise EngineDead(clients[0].dead)
         return next(filter(None, errors), "")
 
     async def load_from_folder(self, name: str) -> None:
         """Load an adapter that is requested for the first time, if the folder has it. Raises `ApiError` 400 if it
-        cannot be loaded."""
+        cannot be loaded, and `EngineDead` as `load` does."""
         if self.folder is None or len(name) > MAX_NAME or NAME.fullmatch(name) is None:
             return
         loop = asyncio.get_running_loop()

@@ -1,10 +1,11 @@
 """`make chaos`: half an hour of faults on a CPU, from a seed, and a verdict.
 
 It kills and stops processes, flips bits in the store, lets clients disconnect, overloads the daemon, with priorities
-too, stops reading its log, moves its clock, breaks its disks and uses up its file descriptors. Meanwhile clients that
-know the right answers send requests, some as pages of other sites would. It passes if no answer was wrong, every stored
-response was there, every request had a terminal answer, probes on `--admin-port` were answered, the daemon's counters
-agree with the clients' ledger to the request, and no process grew.
+too, stops reading its log, moves its clock, breaks its disks, uses up its file descriptors, and loads and unloads LoRA
+adapters. Meanwhile clients that know the right answers send requests, some as pages of other sites would, and some for
+adapters, whose answers `transformers` gave. It passes if no answer was wrong, every stored response was there, every
+request had a terminal answer, probes on `--admin-port` were answered, the daemon's counters agree with the clients'
+ledger to the request, and no process grew.
 
     make chaos ARGS="--minutes 30 --seed 0"
 """
@@ -25,6 +26,7 @@ from collections import defaultdict
 from pathlib import Path
 from random import Random
 
+from adapters import ChaosAdapters
 from broken_disk import BrokenDisk
 from customers import Customers, questions, references
 from ledger import Ledger, disagreements, totals
@@ -42,7 +44,7 @@ DESCRIPTORS = 400
 MIB = 2**20
 
 
-def options(port: int, admin_port: int, disk: Path, speculation: str) -> list[str]:
+def options(port: int, admin_port: int, disk: Path, adapters: ChaosAdapters, speculation: str) -> list[str]:
     """Small pools, so that pages move and requests are preempted, and limits that are reached within seconds."""
     given = {
         "port": port, "api-workers": 3, "dtype": "float32", "num-pages": 150, "page-size": 16, "max-num-seqs": 16,
@@ -50,7 +52,7 @@ def options(port: int, admin_port: int, disk: Path, speculation: str) -> list[st
         "responses-dir": disk / "responses", "files-dir": disk / "files", "admin-port": admin_port,
         "max-queued-requests": 64, "request-timeout": 60, "drain-timeout": 20, "hang-timeout": HANG_SECONDS,
         "step-timeout": HANG_SECONDS, "api-hang-timeout": HANG_SECONDS, "engine-restart-limit": 100_000,
-        "speculation": speculation,
+        "speculation": speculation, **adapters.options,
     }  # fmt: skip
     return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
@@ -159,18 +161,25 @@ async def run(folder: Path, minutes: float, seed: int, crowd: int, speculation: 
         disk = None
         print("there is no C compiler: the disk does not fail")
     store.mkdir(parents=True)
-    daemon = Watched(folder, disk, *options(port, admin_port, folder / "disk", speculation))
+    adapters = ChaosAdapters(folder / "adapters", rng)
+    daemon = Watched(folder, disk, *options(port, admin_port, folder / "disk", adapters, speculation))
     ledger = Ledger()
     findings: list[str] = []
     try:
         await fetched(port, "/ready")
         answers = await references(port, questions(rng, 120))
+        adapted = dict(adapters.questions())
+        undisturbed = await references(port, list(adapted))
+        findings += [
+            f"{q.body}: {undisturbed[q]} instead of {adapted[q]}" for q in adapted if not undisturbed[q] <= adapted[q]
+        ]
+        answers |= adapted
         begun = await fetched(port, "/metrics")
         customers = Customers(port, ledger, answers, rng)
         data = max(store.iterdir(), key=lambda file: file.stat().st_size)
         storing = StoringClients(port, ledger, rng)
         mischief = Mischief(
-            daemon, customers, data, daemon.log, daemon.clock, rng, 2 * HANG_SECONDS, disk, port, admin_port
+            daemon, customers, data, daemon.log, daemon.clock, rng, 2 * HANG_SECONDS, disk, port, admin_port, adapters
         )
         memory = Memory(daemon)
         watching = asyncio.create_task(memory.watch())

@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import IO
 
+from adapters import ChaosAdapters
 from broken_disk import FAULTS, BrokenDisk
 from customers import Customers
 from live import Daemon
@@ -66,10 +67,12 @@ class Mischief:
         disk: BrokenDisk | None,
         port: int,
         admin_port: int,
+        adapters: ChaosAdapters,
     ) -> None:
         self._daemon, self._customers, self._store = daemon, customers, store
         self._log, self._clock, self._rng, self._hang_seconds = log, clock, rng, hang_seconds
         self._disk, self._port, self._admin_port = disk, port, admin_port
+        self._adapters = adapters
         self.findings: list[str] = []
         self.done: Counter[str] = Counter()
         self._pending: set[asyncio.Task[None]] = set()
@@ -77,6 +80,7 @@ class Mischief:
             self._kill_engine: 3, self._hang_engine: 1, self._pause_engine: 3, self._kill_api: 3, self._hang_api: 2,
             self._pause_api: 3, self._flip_bits: 8, self._overload: 3, self._stall_log: 2, self._jump_clock: 3,
             self._break_disk: 3 if disk is not None else 0, self._use_up_descriptors: 2, self._prefer: 3,
+            self._change_adapters: 6,
         }  # fmt: skip
         self._kinds, self._weights = list(kinds), list(kinds.values())
 
@@ -195,6 +199,12 @@ class Mischief:
     async def _prefer(self) -> None:
         """Clients that want to be served before or after all others."""
         self._begin(self._customers.burst(self._rng.randrange(20, 80), priority=self._rng.choice((-1000, -1, 1, 1000))))
+
+    async def _change_adapters(self) -> None:
+        async def change() -> None:
+            self.done[f"adapter {await self._adapters.change(self._port, self._customers.ledger)}"] += 1
+
+        self._begin(change())
 
     def _begin(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)

@@ -13,6 +13,7 @@ from list_device import ListEngine
 from test_fairness import Clock
 
 from weft.engine.scheduling.fairness import MOST, PATIENCE, Fairness
+from weft.engine.scheduling.kept_slots import KEPT
 from weft.engine.scheduling.request import Request
 
 FENCES = 3  # iterations until a slot that was yielded is in use
@@ -196,29 +197,109 @@ def test_a_prompt_in_progress_keeps_its_place_for_any_priorities_of_others() -> 
 # -- what it costs
 
 
-def cost(patience: int, *, prefix_caching: bool) -> tuple[int, int, int]:
-    """Tenant 1 keeps 16 slots busy with answers of 1,800 tokens; tenant 2 has one request after the other. Returns the
-    iterations until 60,000 tokens are generated, the tokens computed, and the slots yielded."""
+def cost(patience: int, pause: int, *, prefix_caching: bool) -> tuple[int, int, int]:
+    """Tenant 1 keeps 16 slots busy with answers of 1,800 tokens; tenant 2 has one request after the other, with
+    `pause` iterations between them. Returns the iterations until 60,000 tokens are generated, the tokens computed, and
+    the slots yielded."""
     clock = Clock(0.25, slots=16, pages=20_000, prefix_caching=prefix_caching)
     clock.scheduler.fairness.patience = patience
     last: Request | None = None
+    ended = -pause
     while clock.scheduler.generation_tokens < 60_000:
         while clock.scheduler.num_waiting < 4:
             clock.add(20, 1800, tenant=1)
-        if last is None or last.ended:
+        if last is not None and last.ended:
+            last, ended = None, clock.iterations
+        if last is None and clock.iterations - ended >= pause:
             last = clock.add(20, 30, tenant=2)
         clock.step()
     return clock.iterations, clock.tokens, clock.scheduler.fairness.yielded
 
 
-@pytest.mark.parametrize(("prefix_caching", "more"), [(True, 1.02), (False, 1.10)])
-def test_two_tenants_lose_few_iterations_and_tokens(prefix_caching: bool, more: float) -> None:
-    iterations, tokens, yielded = cost(PATIENCE, prefix_caching=prefix_caching)
-    iterations_without, tokens_without, none = cost(10**9, prefix_caching=prefix_caching)
+@pytest.mark.parametrize(
+    ("prefix_caching", "pause", "yields", "more"), [(True, 0, 1, 1.01), (True, KEPT + 1, 5, 1.02), (False, 0, 1, 1.05)]
+)
+def test_two_tenants_lose_few_iterations_and_tokens(prefix_caching: bool, pause: int, yields: int, more: float) -> None:
+    iterations, tokens, yielded = cost(PATIENCE, pause, prefix_caching=prefix_caching)
+    iterations_without, tokens_without, none = cost(10**9, pause, prefix_caching=prefix_caching)
     assert none == 0
-    assert yielded >= 5
-    assert iterations <= 1.005 * iterations_without
+    assert yielded == yields if yields == 1 else yielded >= yields
+    assert iterations <= 1.01 * iterations_without
     assert tokens <= more * tokens_without
+
+
+# -- a slot that was yielded is kept for a moment
+
+
+def yielded_once(slots: int = 4) -> tuple[Clock, Request]:
+    """A tenant's only request has just ended, in a slot that another one yielded."""
+    clock = flooded(slots, 3 * slots, 400)
+    first = clock.add(20, 5, tenant=2)
+    clock.run(until=first)
+    assert clock.scheduler.fairness.yielded == 1
+    return clock, first
+
+
+@pytest.mark.parametrize("pause", [0, 1, KEPT - 1])
+def test_a_request_that_follows_at_once_has_the_slot_of_the_last(pause: int) -> None:
+    clock, _ = yielded_once()
+    for _ in range(5):
+        for _ in range(pause):
+            clock.step()
+        clock.run(until=clock.add(20, 5, tenant=2))
+        assert clock.scheduler.fairness.yielded == 1
+    assert running(clock) == {1: 3}
+    clock.scheduler.check()
+    clock.run(limit=20_000)
+
+
+def test_a_slot_is_not_kept_for_long_nor_again_in_vain() -> None:
+    clock, _ = yielded_once()
+    for _ in range(KEPT + 2):
+        clock.step()
+    assert running(clock) == {1: 4}
+    late = clock.add(20, 5, tenant=2)
+    assert waited(clock, late, PATIENCE + FENCES) >= PATIENCE
+    clock.run(limit=20_000)
+
+
+def test_a_slot_is_not_kept_while_another_tenant_has_none() -> None:
+    clock, _ = yielded_once()
+    clock.add(20, 5, tenant=3)
+    for _ in range(KEPT - 2):
+        clock.step()
+    assert running(clock).total() == 4, "the slot is empty"
+    clock.run(limit=20_000)
+
+
+def test_a_slot_is_not_kept_from_a_better_precedence() -> None:
+    clock = flooded(4, 12, 400)
+    for _ in range(2):
+        clock.add(20, 300, tenant=3, precedence=-1)  # it takes slots
+    clock.run(until=clock.add(20, 5, tenant=2))
+    assert clock.scheduler.fairness.yielded == 1
+    assert waited(clock, clock.add(20, 5, tenant=3, precedence=-1), 2 * FENCES)
+    clock.run(limit=20_000)
+
+
+def test_a_slot_is_not_kept_for_a_tenant_that_got_none_from_another() -> None:
+    clock = Clock(0.25, slots=2)
+    clock.run(until=[clock.add(20, output, tenant=tenant) for tenant, output in ((1, 50), (2, 5))][1])
+    for _ in range(3):
+        clock.add(20, 50, tenant=1)
+    clock.step()
+    assert running(clock) == {1: 2}
+    clock.run()
+
+
+def test_a_tenant_that_preempts_its_own_requests_takes_no_kept_slot() -> None:
+    clock, _ = yielded_once()
+    for _ in range(3):
+        clock.add(20, 5, priority=-1, tenant=1)
+    clock.step()
+    assert clock.scheduler.slots.kept == 1
+    assert clock.scheduler.slots.limit - clock.scheduler.num_running >= 1
+    clock.run(limit=20_000)
 
 
 # -- the bound, for any order of arrivals

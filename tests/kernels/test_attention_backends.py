@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import itertools
+import math
 import sys
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -307,3 +310,23 @@ def test_an_iteration_without_chunks_leaves_their_output_unchanged() -> None:
     backend = TorchAttention(shape_of(it))
     out = backend.prefill(it.q, it.kv, LAYER, backend.prepare(it.requests), out=empty_out(it))
     assert bool(out.isnan().all())
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=9), st.floats(0, 40))
+def test_decodes_are_grouped_at_the_lowest_cost(pages: list[int], group_pages: float) -> None:
+    """Some best grouping cuts the sorted lengths, so trying all cuts finds the lowest cost."""
+
+    def cost(groups: list[list[int]]) -> float:
+        return sum(group_pages + len(group) * max(group) for group in groups)
+
+    ordered, lowest = sorted(pages), math.inf
+    for cuts in itertools.product((False, True), repeat=len(pages) - 1):
+        groups = [[ordered[0]]]
+        for length, cut in zip(ordered[1:], cuts, strict=True):
+            if cut:
+                groups.append([])
+            groups[-1].append(length)
+        lowest = min(lowest, cost(groups))
+    rows = list(attention_torch._cheapest(np.array(pages, np.int32), group_pages))
+    assert sorted(np.concatenate(rows).tolist()) == list(range(len(pages)))
+    assert cost([[pages[row] for row in group] for group in rows]) == pytest.approx(lowest)

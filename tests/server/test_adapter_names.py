@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from weft.engine.errors import EngineDead
 from weft.engine.wire.messages import AdapterNews, ToEngine
 from weft.engine.wire.streams import Streams
 from weft.server.api.adapter_names import AdapterNames
@@ -44,9 +47,11 @@ async def test_a_load_fails_as_soon_as_the_only_engine_has_ended() -> None:
     names, engines = attached(1)
     load = await begun(names, engines)
     engines[0].mark_dead("the engine ended (signal SIGKILL)")
-    assert await asyncio.wait_for(load, PATIENCE) == "the engine ended (signal SIGKILL)"
+    with pytest.raises(EngineDead, match="signal SIGKILL"):
+        await asyncio.wait_for(load, PATIENCE)
     assert names.find("mine") is None
-    assert await asyncio.wait_for(names.unload("mine"), PATIENCE) == "no engine is running"
+    with pytest.raises(EngineDead, match="there is no engine"):
+        await asyncio.wait_for(names.unload("mine"), PATIENCE)
 
 
 async def test_a_load_waits_only_for_the_engines_that_live() -> None:
@@ -73,4 +78,5 @@ async def test_all_engines_may_end() -> None:
     load = await begun(names, engines)
     for engine in engines:
         engine.mark_dead("the engine ended")
-    assert await asyncio.wait_for(load, PATIENCE) == "the engine ended"
+    with pytest.raises(EngineDead, match="the engine ended"):
+        await asyncio.wait_for(load, PATIENCE)

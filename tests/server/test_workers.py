@@ -10,7 +10,8 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -302,6 +303,30 @@ async def test_an_engine_can_be_started_again(tmp_path: Path) -> None:
         assert await asyncio.to_thread(daemon.process.wait, 240) == 0
 
 
+async def of_the_other_process(daemon: Daemon, ask: Callable[[httpx.AsyncClient], Awaitable[bool]]) -> None:
+    """Ask on new connections until one answer is True. Those to the process that was stopped wait."""
+
+    async def once() -> bool:
+        async with httpx.AsyncClient(base_url=daemon.url, timeout=240, limits=EACH_ITS_OWN) as http:
+            with contextlib.suppress(httpx.TransportError):
+                return await ask(http)
+        return False
+
+    asking: set[asyncio.Task[bool]] = set()
+    try:
+        async with asyncio.timeout(240):
+            found = False
+            while not found:
+                asking.add(asyncio.create_task(once()))
+                done, asking = await asyncio.wait(asking, timeout=0.5, return_when=asyncio.FIRST_COMPLETED)
+                found = any(task.result() for task in done)
+                await asyncio.sleep(0.05)
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+
+
 async def test_no_process_reports_ready_while_another_one_is_not(tmp_path: Path) -> None:
     """The kernel sends a new connection to any of them."""
     port = free_port()
@@ -313,13 +338,17 @@ async def test_no_process_reports_ready_while_another_one_is_not(tmp_path: Path)
             assert daemon.process.poll() is None
             await asyncio.sleep(0.005)
         stop(late := workers[1])
-        serves = 0
-        while serves < 3:  # in the answering process: the other's connections wait
-            async with httpx.AsyncClient(base_url=daemon.url, timeout=3, limits=EACH_ITS_OWN) as http:
-                with contextlib.suppress(httpx.TransportError):
-                    serves += (await http.post("/v1/completions", json=SHORT)).status_code == 200
-                    assert (await http.get("/ready")).json()["error"]["code"] == "loading"
-            await asyncio.sleep(0.05)
+
+        async def served(http: httpx.AsyncClient) -> bool:
+            return (await http.post("/v1/completions", json=SHORT)).status_code == 200
+
+        async def loading(http: httpx.AsyncClient) -> bool:
+            assert (await http.get("/ready")).json()["error"]["code"] == "loading"
+            return True
+
+        await of_the_other_process(daemon, served)
+        for _ in range(3):
+            await of_the_other_process(daemon, loading)
         os.kill(late, signal.SIGCONT)
         async with client(daemon) as http, asyncio.timeout(240):
             while (await http.get("/ready")).status_code != 200:
@@ -337,11 +366,14 @@ async def test_no_process_reports_ready_while_another_one_lacks_a_model(tmp_path
     daemon = Daemon(tmp_path / "log", *options)
     daemon.url = f"http://127.0.0.1:{port}"
 
-    async def answers(model: str, timeout: float) -> bool:
-        async with httpx.AsyncClient(base_url=daemon.url, timeout=timeout, limits=EACH_ITS_OWN) as http:
-            with contextlib.suppress(httpx.TransportError):
-                return (await http.post("/v1/completions", json={**SHORT, "model": model})).status_code == 200
+    async def served(model: str, http: httpx.AsyncClient) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return (await http.post("/v1/completions", json={**SHORT, "model": model})).status_code == 200
         return False
+
+    async def loading(http: httpx.AsyncClient) -> bool:
+        assert (await http.get("/ready")).json()["error"]["code"] == "loading"
+        return True
 
     try:
         while len(workers := daemon.children("weft.server.daemon.worker")) < 2:
@@ -353,18 +385,14 @@ async def test_no_process_reports_ready_while_another_one_lacks_a_model(tmp_path
         stop(engines[1])
         in_a_row = 0
         while in_a_row < 16:  # from both processes
-            in_a_row = in_a_row + 1 if await answers("a", 240) else 0
+            async with httpx.AsyncClient(base_url=daemon.url, timeout=240, limits=EACH_ITS_OWN) as http:
+                in_a_row = in_a_row + 1 if await served("a", http) else 0
             await asyncio.sleep(0.02)
         stop(late := workers[1])
         os.kill(engines[1], signal.SIGCONT)
-        while not await answers("b", 3):  # connections to the other process wait
-            await asyncio.sleep(0.05)
-        seen = 0
-        while seen < 3:  # in the answering process: the other's connections wait
-            async with httpx.AsyncClient(base_url=daemon.url, timeout=3, limits=EACH_ITS_OWN) as http:
-                with contextlib.suppress(httpx.TransportError):
-                    assert (await http.get("/ready")).json()["error"]["code"] == "loading"
-                    seen += 1
+        await of_the_other_process(daemon, partial(served, "b"))
+        for _ in range(3):
+            await of_the_other_process(daemon, loading)
         os.kill(late, signal.SIGCONT)
         async with client(daemon) as http, asyncio.timeout(240):
             while (await http.get("/ready")).status_code != 200:
