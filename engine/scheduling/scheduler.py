@@ -259,7 +259,7 @@ class Scheduler:
         if not len(own):
             return
         self._next_in_line(request)
-        coming = self._num_coming() > 0 if s.num_open else self.num_running != s.limit
+        coming = self._num_coming() > 0 if s.num_open else self.num_running < s.limit
         if not coming and (slot := fairness.yielding(s, own, queue.step)) is not None:
             fairness.yields(s, slot, queue.step)
             self._preempt(slot)

@@ -130,6 +130,27 @@ def test_with_more_tenants_than_slots_each_gets_one_in_its_turn() -> None:
     clock.run(limit=20_000)
 
 
+def test_a_tenant_gets_a_slot_although_more_run_than_a_lowered_limit_allows() -> None:
+    clock = flooded(8, 12, 600)
+    clock.scheduler.limit_running(6)
+    waited(clock, clock.add(20, 5, tenant=2), 4 * PATIENCE)
+    clock.scheduler.check()
+    clock.run()
+
+
+@pytest.mark.parametrize("adapters", [(0, 1), (1, 0), (1, 2)])
+def test_tenants_take_turns_whatever_their_adapters(adapters: tuple[int, int]) -> None:
+    clock = Clock(0.25, slots=4, pages=20_000, prefix_caching=True)
+    for _ in range(8):
+        clock.add(20, 200, tenant=1).adapter = adapters[0]
+    for _ in range(PATIENCE + 8):
+        clock.step()
+    other = clock.add(20, 5, tenant=2)
+    other.adapter = adapters[1]
+    assert waited(clock, other, PATIENCE + FENCES) >= PATIENCE
+    clock.run()
+
+
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_the_only_slot_changes_hands(prefix_caching: bool) -> None:
     clock = flooded(1, 3, 1800, prefix_caching=prefix_caching)
