@@ -139,7 +139,7 @@ def test_a_tenant_gets_a_slot_although_more_run_than_a_lowered_limit_allows() ->
 
 
 @pytest.mark.parametrize("adapters", [(0, 1), (1, 0), (1, 2)])
-def test_tenants_take_turns_whatever_their_adapters(adapters: tuple[int, int]) -> None:
+def test_tenants_with_different_adapters_take_turns(adapters: tuple[int, int]) -> None:
     clock = Clock(0.25, slots=4, pages=20_000, prefix_caching=True)
     for _ in range(8):
         clock.add(20, 200, tenant=1).adapter = adapters[0]
