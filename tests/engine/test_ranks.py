@@ -403,7 +403,7 @@ def test_copies_wait_for_earlier_iterations_on_this_rank_too(
 
     monkeypatch.setattr(follower, "RingReader", lambda _: SimpleNamespace(receive=receive))
     monkeypatch.setattr(follower, "batch_of", lambda arrays: arrays)
-    links: Any = SimpleNamespace(rank=1, outcomes=lambda: outcomes)
+    links: Any = SimpleNamespace(rank=1, outcomes=lambda: outcomes, state=lambda _: SimpleNamespace())
     runner: Any = kind_of_runner()
     one = follower.Follower(links, runner, SingleRank(), None, 1, lambda: pytest.fail("there is no store"))
     thread = threading.Thread(target=one.run, args=(lambda: None,), daemon=True)

@@ -109,7 +109,7 @@ def interpreted_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(attention_backends, "check", lambda *_: None)
     monkeypatch.setattr(attention_backends, "choose", lambda *_: "triton")
 
-    def make(spec: Any, weights: Any, _: Any, config: Any, progress: Any, __: Any) -> cuda_runner.CudaRunner:
+    def make(spec: Any, weights: Any, _: Any, config: Any, progress: Any, *__: Any, **___: Any) -> Any:
         return cuda_runner.CudaRunner(spec, weights, config, progress)
 
     monkeypatch.setattr(loading, "make_runner", make)

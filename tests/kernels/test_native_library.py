@@ -8,7 +8,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -144,11 +143,9 @@ def test_a_compiler_that_fails_is_a_reason_not_an_error(
     monkeypatch.setattr(library, "COMPILE_SECONDS", 1.0 if "sleep" in script else 60.0)
     monkeypatch.setattr(library, "_loaded", None)
     monkeypatch.setattr(library, "_reason", "not started")
-    begin = time.monotonic()
     assert library.load(tmp_path) is None
     assert text in (library.reason() or "")
-    assert library.load(tmp_path) is None  # at once
-    assert time.monotonic() - begin < 50
+    assert library.load(tmp_path) is None
     assert not list((tmp_path / "native").glob("*.so"))
 
 

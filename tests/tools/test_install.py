@@ -274,7 +274,7 @@ def test_every_hint_names_an_extra_that_exists() -> None:
     folders = ("kernels", "engine", "autosearch", "loadgen", "server")
     sources = "".join(path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
     named = set(re.findall(r"install_hint\(['\"]([\w-]+)['\"]\)", sources))
-    assert named == {"flash-attn", "gpu", "loadgen", "otel", "search"}
+    assert named == {"flash-attn", "gpu", "loadgen", "otel", "search", "vision"}
     assert named <= extras.keys()
     assert "weft-serve[" not in sources
 
