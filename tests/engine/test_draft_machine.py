@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
@@ -87,6 +88,7 @@ class TestDraftMachine(DraftMachine.TestCase):  # type: ignore[misc]
         DraftMachine.check_drafts()
 
 
+@pytest.mark.nightly
 class TestWindowDraftMachine(WindowDraftMachine.TestCase):  # type: ignore[misc]
     settings = DRAFT_SETTINGS
 

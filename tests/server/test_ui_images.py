@@ -119,6 +119,7 @@ async def test_an_image_is_shown_sent_and_stored(seeing: Server, page: Page, way
 
 
 @in_browser
+@pytest.mark.nightly
 async def test_a_large_image_is_scaled_down(seeing: Server, page: Page) -> None:
     await opened(page, seeing)
     await give(page, "paste", 4096, 1024, "image/jpeg", "a.jpg")
@@ -130,6 +131,7 @@ async def test_a_large_image_is_scaled_down(seeing: Server, page: Page) -> None:
 
 
 @in_browser
+@pytest.mark.nightly
 async def test_images_can_be_removed_and_return_after_an_error(seeing: Server, page: Page) -> None:
     await opened(page, seeing)
     await give(page, "paste", 10, 10)
@@ -168,6 +170,7 @@ async def test_a_text_only_model_shows_no_button_and_says_why(server: Server, pa
 
 
 @in_browser
+@pytest.mark.nightly
 async def test_a_stored_chat_keeps_its_newest_images_within_a_bound(seeing: Server, page: Page) -> None:
     await opened(page, seeing)
     await page.run(
