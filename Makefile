@@ -78,7 +78,7 @@ brisk: $(VENV)/.test
 
 # Each client has its own environment, because they need different versions.
 FOREIGN := tests/server/foreign/clients.txt
-DAILY := openai_agents pydantic_ai instructor langchain llama_index llm ollama aider litellm
+DAILY := openai_agents instructor langchain llama_index llm ollama litellm
 foreign: NAMES :=
 daily: NAMES := $(DAILY)
 foreign daily: $(VENV)/.test

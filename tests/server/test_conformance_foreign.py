@@ -18,7 +18,10 @@ from live import Daemon, running
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "foreign"
 BUILT = ROOT / "build" / "clients"
-NIGHTLY = {"haystack", "haystack_rerank", "smolagents", "autogen", "outlines", "guidance", "dspy", "cohere"}
+NIGHTLY = {
+    "haystack", "haystack_rerank", "smolagents", "autogen", "outlines", "guidance", "dspy", "cohere", "aider",
+    "pydantic_ai",
+}  # fmt: skip
 """ten seconds of a core each; `make clients` runs all, and `make test` installs only the others"""
 LISTED = re.findall(r"^(\w+):", (FOLDER / "clients.txt").read_text(), re.MULTILINE)
 pytestmark = pytest.mark.slow
