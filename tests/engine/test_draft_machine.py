@@ -23,7 +23,7 @@ class Drafting(SchedulerMachine):
     def __init__(self) -> None:
         super().__init__()
         slots = self.scheduler.slots
-        self.right = [99]
+        self.right = [1, 99]
         self.drafter = ScriptedDrafter(
             slots, lambda _, text: next_token(text, self.window), lambda token: (token + 1) % VOCAB, 2, self._right
         )
@@ -60,7 +60,7 @@ class Drafting(SchedulerMachine):
 
     @classmethod
     def check_drafts(cls) -> None:
-        assert min(cls.seen["accepted"], cls.seen["drafted"] - cls.seen["accepted"], cls.seen["preempted"]) > 5
+        assert min(cls.seen["accepted"], cls.seen["drafted"] - cls.seen["accepted"], cls.seen["preempted"]) > 30
 
 
 class DraftMachine(Drafting):
