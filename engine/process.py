@@ -1,7 +1,7 @@
 """The engine process: a loop that receives messages, steps the `Engine`, and sends its outputs.
 
-`wire.child` starts it with a socket as stdin, on which an `EngineProcess` sends an `EngineConfig` and descriptors (see
-`wire.preloaded`). It ends when stdin closes, and with the daemon.
+`wire.child` starts it with a socket as stdin, on which an `EngineProcess` sends an `EngineConfig` and descriptors, and
+receives why the engine failed (see `wire.preloaded`). It ends when stdin closes, and with the daemon.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from weft.engine.wire.child import pin_to
 from weft.engine.wire.engine_socket import Clients
 from weft.engine.wire.heartbeat import ENGINE, HEARTBEAT_SECONDS, Heartbeat, Heartbeats
 from weft.engine.wire.log_sink import flush_lines, install
-from weft.engine.wire.preloaded import receive_config
+from weft.engine.wire.preloaded import receive_config, report_failure
 from weft.engine.wire.stacks import write_stacks_to
 from weft.engine.wire.weight_exchange import COUNT as EXCHANGE_FDS
 from weft.engine.wire.weight_exchange import WeightExchange
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from weft.engine.profiling import Profiling
 
 IDLE_POLL_MS = int(1000 * HEARTBEAT_SECONDS)
-HELLO_WAIT_MS = 1000  # milliseconds to wait for the first client, to report a failed start to it
 FLUSH_POLL_MS = 100
 """Idle poll with KV tiers: the loop must process finished transfers, and notice the end of stdin in time."""
 FLUSH_PATIENCE_SECONDS = 4.5  # seconds to store pages at the end; less than the daemon waits for this process
@@ -85,14 +84,13 @@ class _MessageLoop:
         self._heartbeat = heartbeats.of(row)
         self._open: dict[int, set[int]] = {}  # open handles by client
         self._profiling: Profiling | None = None
-        self._ready = False  # the engine has started, so its clients are connected
 
     def run(self, config: EngineConfig, stacks_fd: int, exchange_fds: Sequence[int]) -> int:
         self._heartbeat.stage("importing", self._heartbeats.start_timeout)
         try:
             return self._serve(config, stacks_fd, WeightExchange.of(exchange_fds) if exchange_fds else None)
         except RankLost as error:
-            return self._fail(str(error))
+            return _fail(str(error))
 
     def _serve(self, config: EngineConfig, stacks_fd: int, exchange: WeightExchange | None) -> int:
         """Raises `RankLost`."""
@@ -126,13 +124,12 @@ class _MessageLoop:
         except RankLost:
             raise
         except WeftError as error:
-            return self._fail(str(error))
+            return _fail(str(error))
         except MemoryError:
-            return self._fail("out of memory while loading the model")
+            return _fail("out of memory while loading the model")
         if engine.tiers is not None:
             self._ending.patience = FLUSH_PATIENCE_SECONDS
         engine.listeners.add(StepHeartbeat(self._heartbeat, self._heartbeats.step_timeout))
-        self._ready = True
         _announce_compiles(self._heartbeat)
         while not self._ending.begun.is_set():
             self._heartbeat()
@@ -256,10 +253,10 @@ class _MessageLoop:
         for handle in handles[np.flatnonzero(finish)].tolist():
             self._open.get(handle >> messages.HANDLE_BITS, set()).discard(handle)
 
-    def _fail(self, why: str) -> int:
-        self._clients.receive(0 if self._ready else HELLO_WAIT_MS)
-        self._clients.send_all(messages.EngineFailed(why))
-        return 1
+
+def _fail(why: str) -> int:
+    report_failure(socket.socket(fileno=os.dup(0)), why)
+    return 1
 
 
 def _announce_compiles(heartbeat: Heartbeat) -> None:

@@ -24,7 +24,6 @@ class EngineClient(Streams):
         """`number` is unique among all clients that the engine ever has. `pages` is as in `Hello`."""
         super().__init__(number)
         self.ready: messages.EngineReady | None = None
-        self.failure: str | None = None  # why the engine could not start, as it reported
         self._received = 0  # number of messages received
         self._settled = asyncio.Event()
         self._sleep_reply: asyncio.Future[messages.SleepReply] | None = None
@@ -44,7 +43,7 @@ class EngineClient(Streams):
         """Wait for the model to be loaded. Raises `WeftError` if the engine could not start."""
         await self._settled.wait()
         if self.ready is None:
-            raise WeftError(self.failure or self.dead or "the engine did not start")
+            raise WeftError(self.dead or "the engine did not start")
         return self.ready
 
     def client_gone(self, number: int) -> None:
@@ -96,8 +95,6 @@ class EngineClient(Streams):
                     self.adapters[message.name] = message
                     if self.on_adapter is not None:
                         self.on_adapter(message)
-                case messages.EngineFailed():
-                    self.failure = message.message
 
     async def drain(self) -> None:
         """Read the remaining messages of a process that has ended. Its end can be detected before they are read."""

@@ -34,7 +34,7 @@ HANDLE_BITS = 40  # a client's handles are `client << HANDLE_BITS | k`, so that 
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """A client's first message; answered by `EngineReady` or `EngineFailed`."""
+    """A client's first message; answered by `EngineReady`."""
 
     pages: bool = False
     """Whether to send the pages that the engine holds, and their changes."""
@@ -228,12 +228,6 @@ class EngineReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     """What prompts may hold: text, image."""
     pixels: str = ""
     """Directory of the shelf with the pixels of images (`wire.pixels`)."""
-
-
-class EngineFailed(msgspec.Struct, tag="failed", frozen=True):
-    """The engine could not start; `message` is one line for the operator."""
-
-    message: str
 
 
 class TierStats(msgspec.Struct, kw_only=True):
@@ -514,7 +508,7 @@ class AdapterNews(msgspec.Struct, tag="adapter_news", frozen=True):
     """Why it could not be loaded; the name keeps its earlier adapter, if any."""
 
 
-FromEngine = EngineReady | EngineFailed | Outputs | SleepReply | AdapterNews
+FromEngine = EngineReady | Outputs | SleepReply | AdapterNews
 
 encoder = msgspec.msgpack.Encoder()
 to_engine_decoder = msgspec.msgpack.Decoder(ToEngine)

@@ -19,6 +19,7 @@ PRIMITIVE_CACHES = {"LRU_CACHE_CAPACITY": "1", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 """Limits of the caches in which ideep and oneDNN keep a compiled primitive per shape on a CPU. The defaults, a thousand
 each, take hundreds of megabytes. Below some dozens of the second kind, recompilation doubles the processor time. They
 are read when torch is loaded."""
+MAX_REASON_BYTES = 1 << 16  # fits into the socket's buffer, so that nobody waits for the daemon to read it
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SYSTEMD = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 """Variables meant for this process alone."""
@@ -89,3 +90,19 @@ def receive_config(stdin: socket.socket, count: int) -> tuple[bytes, list[int]]:
     while not line.endswith(b"\n") and (part := stdin.recv(65536)):
         line += part
     return line, fds
+
+
+def report_failure(stdin: socket.socket, why: str) -> None:
+    """In the process, report why it fails, before it ends. Every client learns the reason from the daemon: one that
+    connects late could not receive it from here."""
+    with suppress(OSError):  # the daemon has ended
+        stdin.sendall(why.encode("utf-8", "replace")[:MAX_REASON_BYTES])
+
+
+def reported_failure(process: socket.socket) -> str:
+    """Return what a process that has ended reported with `report_failure`; empty if nothing."""
+    why = b""
+    with suppress(OSError):  # nothing more, or the socket is closed
+        while part := process.recv(MAX_REASON_BYTES, socket.MSG_DONTWAIT):
+            why += part
+    return why.decode("utf-8", "replace")

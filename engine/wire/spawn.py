@@ -19,7 +19,7 @@ from weft.engine.wire.child import RANK
 from weft.engine.wire.exiting import GRACE_SECONDS, how_ended, kill_and_hold, wait_for_all, wait_for_end
 from weft.engine.wire.heartbeat import ENGINE, Heartbeats
 from weft.engine.wire.memory_kills import MemoryKills
-from weft.engine.wire.preloaded import PreloadedProcess
+from weft.engine.wire.preloaded import PreloadedProcess, reported_failure
 from weft.engine.wire.stacks import Stacks
 from weft.engine.wire.weight_exchange import WeightExchange
 
@@ -127,8 +127,8 @@ class EngineProcess:
         return self._process.pid
 
     async def wait_dead(self) -> str:
-        """Wait until the process has ended and its last messages had time to arrive. Returns why it ended. Its memory
-        may not be freed yet."""
+        """Wait until the process has ended and its last messages had time to arrive. Returns why it ended: the
+        reason that it reported, if any. Its memory may not be freed yet."""
         return await asyncio.shield(self._ended)
 
     async def wait_gone(self) -> str:
@@ -146,8 +146,8 @@ class EngineProcess:
         await asyncio.sleep(LAST_MESSAGES_SECONDS)
         if self.stopping:
             return "the engine was stopped"
-        if self._why:
-            return self._why
+        if reason := reported_failure(self._stdin) or self._why:
+            return reason
         if self._code is None:
             return UNKNOWN_END
         return self._how()

@@ -193,11 +193,13 @@ class ApiProcesses:
             self._connect(i, engine)
 
     def _connect(self, i: int, engine: int) -> None:
-        """Send an engine's address to an API process, which becomes its client."""
+        """Send an engine's address to an API process, which becomes its client, or why there is no such process."""
         number, supervisor = next(self._owner.numbers), self._engines[engine]
-        if (engine_up := supervisor.engine_up(number)) is not None:
+        if (greeting := supervisor.greeting(number)) is None:
+            return
+        self.running[i].send(greeting)
+        if isinstance(greeting, control.EngineUp):
             self._clients[i, engine] = number
-            self.running[i].send(engine_up)
             if supervisor.ready is not None:
                 self._expect(i, engine)
 

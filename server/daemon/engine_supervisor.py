@@ -8,6 +8,8 @@ import time
 from collections.abc import Coroutine, Iterator
 from typing import Any, Protocol, TypeVar
 
+from msgspec.structs import replace
+
 from weft.engine.config import EngineConfig
 from weft.engine.wire.client import EngineClient
 from weft.engine.wire.heartbeat import ENGINE, Heartbeats
@@ -87,6 +89,7 @@ class EngineSupervisor:
         self._restart = restart
         self._restarts = Restarts(*RESTART_SECONDS, limit)
         self._control: EngineClient | None = None
+        self._down: EngineDown | None = None  # the end of the last process, until another one runs
         self._totals = EngineStats()  # Totals of ended processes.
         self._restarting = False  # Whether the process is being replaced without a pause.
         self._ready_event = asyncio.Event()
@@ -115,12 +118,13 @@ class EngineSupervisor:
             else:
                 pause, why = self._pause_after(why)
             self.given_up = pause is None  # set before clients receive the error
-            down = EngineDown(why, restarting=pause is not None, engine=self.engine, failure=self.failure)
-            owner.engine_ended(self.engine, down)
+            self._down = EngineDown(why, restarting=pause is not None, engine=self.engine, failure=self.failure)
+            owner.engine_ended(self.engine, self._down)
             if self._control is not None:  # waiting clients have been notified
                 await self._control.drain()
                 self._totals = plus(self._totals, self._control.stats)
             why = await self._wait_gone(why)
+            self._down = replace(self._down, why=why, failure=self.failure)
             await self.stop()
             if pause is None:
                 return why
@@ -185,6 +189,7 @@ class EngineSupervisor:
         # Without this connection the process would be unsupervised. One that is being stopped ends by itself and keeps
         # its KV pages.
         control.reader.add_done_callback(lambda _: process.kill() if self.process is process else None)
+        self._down = None
         owner.engine_started(self.engine)
         loading = asyncio.create_task(control.wait_ready())
         dead = asyncio.create_task(process.wait_dead())
@@ -199,7 +204,7 @@ class EngineSupervisor:
             await asyncio.wait((dead,))
             why = dead.result()
             control.mark_dead(why)
-            return self._named(control.failure or why)
+            return self._named(why)
         finally:
             loading.cancel()
             dead.cancel()
@@ -209,10 +214,11 @@ class EngineSupervisor:
     def _named(self, why: str) -> str:
         return why if self.name == "the engine" or why.startswith(self.name) else f"{self.name}: {why}"
 
-    def engine_up(self, client: int) -> EngineUp | None:
-        """Return the message that connects an API process as this client; None while there is no process."""
-        if self.process is None:
-            return None
+    def greeting(self, client: int) -> EngineUp | EngineDown | None:
+        """Return the message for an API process that starts: it connects as this client, or learns why the last process
+        ended. None if there has been no process."""
+        if self._down is not None or self.process is None:
+            return self._down
         return EngineUp(self.process.address, client, self._totals, self.engine, self.failure)
 
     def client_gone(self, client: int) -> None:

@@ -165,10 +165,14 @@ async def test_killing_the_engine_ends_every_stream_of_every_client() -> None:
 
 
 async def test_an_engine_that_cannot_start_reports_the_reason_to_every_client() -> None:
-    async with running(EngineConfig(model="/nowhere"), clients=2) as (_, clients):
-        for client in clients:
+    async with running(EngineConfig(model="/nowhere"), clients=2) as (process, clients):
+        why = await process.wait_dead()
+        late = EngineClient(process.address, 2)
+        late.mark_dead(why)
+        for client in (*clients, late):
             with pytest.raises(WeftError, match="no model directory"):
                 await client.wait_ready()
+        late.close()
 
 
 async def test_the_engine_exits_when_the_daemon_closes_its_stdin(tiny_model: Callable[[str], Path]) -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
+from socket import socketpair
 from typing import Any
 
 import pytest
@@ -95,7 +95,8 @@ def test_an_engine_is_dead_before_its_memory_is_freed_and_stopped_after_that(
     child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class PreloadedProcess:
-        process, socket = child, SimpleNamespace(close=lambda: None)
+        process = child
+        socket, _ = socketpair()
 
     class Address:
         address, fd = "ipc:///nowhere", -1
@@ -133,7 +134,8 @@ def test_only_the_given_processes_are_killed(child: subprocess.Popen[bytes]) -> 
 
 def test_an_engine_has_exited_only_when_its_orphaned_ranks_have(child: subprocess.Popen[bytes]) -> None:
     class PreloadedProcess:
-        process, socket = child, SimpleNamespace(close=lambda: None)
+        process = child
+        socket, _ = socketpair()
 
     class Address:
         address, fd = "ipc:///nowhere", -1

@@ -104,6 +104,21 @@ async def test_no_engine_follows_if_the_daemon_starts_to_exit_while_memory_is_fr
     supervisor.close()
 
 
+async def test_an_api_process_that_starts_late_gets_the_reason(supervisor: EngineSupervisor) -> None:
+    supervisor.worked = False  # it could not start, so it is given up
+    owner: Any = supervisor._owner
+    keeping = asyncio.create_task(supervisor.run())
+    await until_it_waits(owner)
+    (reported,) = owner.reported
+    assert supervisor.greeting(7) == reported, "its memory is held"
+    owner.processes[0].gone.set()
+    await asyncio.wait_for(keeping, 240)
+    greeting = supervisor.greeting(7)
+    assert isinstance(greeting, EngineDown)
+    assert (greeting.why, greeting.restarting) == ("the engine ended (signal SIGKILL)", False)
+    supervisor.close()
+
+
 async def test_its_exit_is_reported_once_it_is_known(
     supervisor: EngineSupervisor, caplog: pytest.LogCaptureFixture
 ) -> None:
