@@ -67,3 +67,9 @@ def test_a_refused_command_line_leaves_no_process() -> None:
 def test_its_preloaded_imports_are_there() -> None:
     for name in (*process.ENGINE_MODULES, *process.GPU_MODULES):
         assert find_spec(name) is not None
+
+
+def test_an_engine_starts_without_transformers() -> None:
+    code = "import sys, weft.engine.engine; print({'transformers', 'torch._dynamo'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=240, check=True)
+    assert done.stdout == "set()\n", "they take seconds to import"

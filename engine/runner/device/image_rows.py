@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from weft.engine.model.vision.tower import Tower
 from weft.engine.runner.iteration.batch import EncodeJob
+
+if TYPE_CHECKING:
+    from weft.engine.model.vision.tower import Tower  # imports transformers, which takes seconds
 
 log = logging.getLogger("weft.engine")
 
