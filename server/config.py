@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_origin
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
@@ -319,7 +319,7 @@ class ServeConfig(EngineConfig):
         common = self.model_dump(exclude={"models", "model"}, exclude_unset=True)
         found = []
         for i, entry in enumerate(self.models):
-            lists = {k: [v] for k, v in entry.items() if isinstance(v, str) and k in ("served_model_name", "slo")}
+            lists = {k: [v] for k, v in entry.items() if isinstance(v, str) and k in LIST_OPTIONS}
             try:
                 found.append(ServeConfig.model_validate({**common, **entry, **lists}))
             except ValidationError as error:
@@ -359,6 +359,12 @@ class ServeConfig(EngineConfig):
     def any_name(self) -> bool:
         """Requests may use any name that no other model has."""
         return ANY_NAME in self.served_model_name
+
+
+LIST_OPTIONS = frozenset(
+    name for name, field in ServeConfig.model_fields.items() if get_origin(field.annotation) is list
+)
+"""Options with several values. A model's entry may give one value without a list."""
 
 
 def entry_of(text: str) -> dict[str, JsonValue]:

@@ -35,10 +35,8 @@ class ChaosAdapters:
         from transformers import AutoModelForCausalLM
 
         self.folder, self._rng = folder, rng
-        self.options = {
-            "lora-dir": folder, "max-loras": IN_MEMORY, "lora-modules": f"{NAMES[0]}={folder / NAMES[0]}",
-            "admin-api-key": OPERATOR,
-        }  # fmt: skip
+        self.options = f"lora_dir={folder} max_loras={IN_MEMORY} lora_modules={NAMES[0]}={folder / NAMES[0]}"
+        """those of the model, in its entry"""
         base: Any = AutoModelForCausalLM.from_pretrained(EngineConfig(model="demo").model_path, dtype=torch.float32)
         prompts = [[rng.randrange(20, 400) for _ in range(rng.randrange(40, 90))] for _ in range(PROMPTS)]
         self._expected: dict[str, dict[int, list[int]]] = {}  # tokens by adapter and prompt

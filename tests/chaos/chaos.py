@@ -1,11 +1,11 @@
 """`make chaos`: half an hour of faults on a CPU, from a seed, and a verdict.
 
 It kills and stops processes, flips bits in the store, lets clients disconnect, overloads the daemon, with priorities
-too, stops reading its log, moves its clock, breaks its disks, uses up its file descriptors, and loads and unloads LoRA
-adapters. Meanwhile clients that know the right answers send requests, some as pages of other sites would, and some for
-adapters, whose answers `transformers` gave. It passes if no answer was wrong, every stored response was there, every
-request had a terminal answer, probes on `--admin-port` were answered, the daemon's counters agree with the clients'
-ledger to the request, and no process grew.
+too, stops reading its log, moves its clock, breaks its disks, uses up its file descriptors, kills its image decoders,
+and loads and unloads LoRA adapters. Meanwhile clients that know the right answers send requests, some as pages of other
+sites would, some with pictures for a second model, and some for adapters, whose answers `transformers` gave. It passes
+if no answer was wrong, every stored response was there, every request had a terminal answer, probes on `--admin-port`
+were answered, the daemon's counters agree with the clients' ledger to the request, and no process grew.
 
     make chaos ARGS="--minutes 30 --seed 0"
 """
@@ -26,12 +26,13 @@ from collections import defaultdict
 from pathlib import Path
 from random import Random
 
-from adapters import ChaosAdapters
+from adapters import OPERATOR, ChaosAdapters
 from broken_disk import BrokenDisk
-from customers import Customers, questions, references
+from customers import PATIENCE_SECONDS, Customers, questions, references
 from ledger import Ledger, disagreements, totals
 from live import Daemon
 from mischief import API, ENGINE, Clock, Log, Mischief
+from pictures import NAME, ChaosPictures
 from stored import StoringClients
 
 HERE = Path(__file__).parent
@@ -44,7 +45,9 @@ DESCRIPTORS = 400
 MIB = 2**20
 
 
-def options(port: int, admin_port: int, disk: Path, adapters: ChaosAdapters, speculation: str) -> list[str]:
+def options(
+    port: int, admin_port: int, disk: Path, adapters: ChaosAdapters, pictures: ChaosPictures, speculation: str
+) -> list[str]:
     """Small pools, so that pages move and requests are preempted, and limits that are reached within seconds."""
     given = {
         "port": port, "api-workers": 3, "dtype": "float32", "num-pages": 150, "page-size": 16, "max-num-seqs": 16,
@@ -52,9 +55,11 @@ def options(port: int, admin_port: int, disk: Path, adapters: ChaosAdapters, spe
         "responses-dir": disk / "responses", "files-dir": disk / "files", "admin-port": admin_port,
         "max-queued-requests": 64, "request-timeout": 60, "drain-timeout": 20, "hang-timeout": HANG_SECONDS,
         "step-timeout": HANG_SECONDS, "api-hang-timeout": HANG_SECONDS, "engine-restart-limit": 100_000,
-        "speculation": speculation, **adapters.options,
+        "admin-api-key": OPERATOR,
     }  # fmt: skip
-    return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    models = (f"demo speculation={speculation} {adapters.options}", f"{pictures.model} served_model_name={NAME}")
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    return [*words, *(word for model in models for word in ("--model", model))]
 
 
 class Watched(Daemon):
@@ -132,7 +137,7 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-async def fetched(port: int, path: str, seconds: float = 90) -> str:
+async def fetched(port: int, path: str, seconds: float = 240) -> str:
     """The body of a 200 response. Waits for it."""
 
     def get() -> str:
@@ -162,12 +167,19 @@ async def run(folder: Path, minutes: float, seed: int, crowd: int, speculation: 
         print("there is no C compiler: the disk does not fail")
     store.mkdir(parents=True)
     adapters = ChaosAdapters(folder / "adapters", rng)
-    daemon = Watched(folder, disk, *options(port, admin_port, folder / "disk", adapters, speculation))
+    pictures = ChaosPictures(folder / "vision", rng)
+    daemon = Watched(folder, disk, *options(port, admin_port, folder / "disk", adapters, pictures, speculation))
     ledger = Ledger()
     findings: list[str] = []
     try:
-        await fetched(port, "/ready")
-        answers = await references(port, questions(rng, 120))
+        ready = asyncio.create_task(fetched(port, "/ready"))
+        while not (await asyncio.wait((ready,), timeout=1))[0]:
+            if daemon.process.poll() is not None:
+                return ["the daemon did not start"]
+        await ready
+        shown = list(pictures.questions())
+        answers = await references(port, [*questions(rng, 120), *shown])
+        findings += pictures.alike(shown, answers)
         adapted = dict(adapters.questions())
         undisturbed = await references(port, list(adapted))
         findings += [
@@ -176,7 +188,7 @@ async def run(folder: Path, minutes: float, seed: int, crowd: int, speculation: 
         answers |= adapted
         begun = await fetched(port, "/metrics")
         customers = Customers(port, ledger, answers, rng)
-        data = max(store.iterdir(), key=lambda file: file.stat().st_size)
+        data = max((file for file in store.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
         storing = StoringClients(port, ledger, rng)
         mischief = Mischief(
             daemon, customers, data, daemon.log, daemon.clock, rng, 2 * HANG_SECONDS, disk, port, admin_port, adapters
@@ -197,13 +209,15 @@ async def run(folder: Path, minutes: float, seed: int, crowd: int, speculation: 
                 return [f"the daemon ended with status {daemon.process.returncode}"]
         await storm
         await mischief.calm()
-        await asyncio.wait_for(asyncio.gather(customers.stop(), storing.stop()), 300)
+        await asyncio.wait_for(asyncio.gather(customers.stop(), storing.stop()), 4 * PATIENCE_SECONDS)
         await asyncio.sleep(2 * HANG_SECONDS)  # this finds processes that still hang
         exposition = await fetched(port, "/metrics")
         watching.cancel()
         print("accidents:", dict(mischief.done))
         print(f"responses: {storing.stored} stored, {storing.not_stored} not, {storing.read} read")
         print("answers:", {" ".join(key): count for key, count in sorted(ledger.answered.items())})
+        print("drafts:", dict(totals(exposition, "weft_speculation_accepted_tokens_total", "drafter")))
+        print("pictures:", dict(totals(exposition, "weft_images_total", "outcome")))
         print(
             "restarts:",
             *(dict(totals(exposition, f"weft_{name}_restarts_total")) for name in ("engine", "api_process")),
@@ -216,13 +230,12 @@ async def run(folder: Path, minutes: float, seed: int, crowd: int, speculation: 
                 findings.append(f"afterwards {line}")
         children = daemon.children("weft")
         daemon.process.send_signal(signal.SIGTERM)
-        status = await asyncio.to_thread(daemon.process.wait, 60)
+        status = await asyncio.to_thread(daemon.process.wait, 240)
         if status:
             findings.append(f"the daemon ended with status {status} after SIGTERM")
         findings += [f"process {pid} outlived the daemon" for pid in children if Path(f"/proc/{pid}").exists()]
         return findings
     finally:
-        print("drafts:", dict(totals(exposition, "weft_speculation_accepted_tokens_total", "drafter")))
         daemon.end()
 
 
@@ -235,12 +248,17 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="weft-chaos-") as name:
         folder = Path(name)
-        findings = asyncio.run(run(folder, arguments.minutes, arguments.seed, arguments.crowd, arguments.speculation))
-        if findings:
-            kept = Path("build/chaos.log")
-            kept.parent.mkdir(exist_ok=True)
-            kept.write_bytes((folder / "log").read_bytes())
-            print(f"the daemon's log is in {kept}")
+        findings = ["the run ended early"]
+        try:
+            findings = asyncio.run(
+                run(folder, arguments.minutes, arguments.seed, arguments.crowd, arguments.speculation)
+            )
+        finally:
+            if findings:
+                kept = Path(f"build/chaos-{arguments.seed}.log")
+                kept.parent.mkdir(exist_ok=True)
+                kept.write_bytes((folder / "log").read_bytes())
+                print(f"the daemon's log is in {kept}")
     for finding in findings[:40]:
         print("BAD:", finding)
     print(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,9 +13,11 @@ from typing import Any
 
 from ledger import Ledger
 
-PATIENCE_SECONDS = 150.0
-"""seconds that a client waits for the end of an answer, above every limit of the daemon"""
+PATIENCE_SECONDS = 300.0
+"""seconds that a client waits for the end of an answer, far above every limit of the daemon: a busy machine is no
+hang"""
 FRUIT = ("apple", "pear", "fig", "kiwi", "plum", "lime", "peach", "mango", "grape", "melon", "cherry", "lemon")
+SHOWN = re.compile(r"(?<=base64,)[\w+/=]{40,}")  # pictures are left out
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -31,6 +34,9 @@ class Question:
 
     def __hash__(self) -> int:
         return hash(json.dumps(self.body, sort_keys=True))
+
+    def __str__(self) -> str:
+        return f"{self.path} {SHOWN.sub('…', str(self.body))}"
 
 
 def questions(rng: Random, count: int) -> list[Question]:
@@ -133,19 +139,20 @@ class Customers:
         ledger, path = self.ledger, question.path
         data = request(replace(question, body=question.body | fields), keep_alive=False)
         leaves = rng.uniform(0, 0.3) if rng.random() < 0.05 else None
-        got = await exchange(self._port, ledger, path, data, f"{path} {question.body}", leaves)
+        got = await exchange(self._port, ledger, path, data, f"{question}", leaves)
         if got is None:
             return leaves is not None
         status, body = got
         if status not in (200, *REFUSALS):
             return False
-        text = f"{status}" if status in REFUSALS else answer(body)
+        text = refusal(status, body) if status in REFUSALS else answer(body)
         if text is None:  # a stream that sent its error before its end
             return False
         if text in (right := self._answers[question]):
             ledger.right += 1
         else:
-            ledger.wrong.append(f"{question.body}: {text!r} instead of {' or '.join(sorted(right))!r}")
+            said = body.decode(errors="replace") if status in REFUSALS else repr(text)
+            ledger.wrong.append(f"{question}: {said} instead of {' or '.join(sorted(right))!r}")
         return True
 
 
@@ -188,7 +195,7 @@ async def references(port: int, requested: Sequence[Question]) -> dict[Question,
         writer.write(request(question, keep_alive=False))
         status, body = await whole(reader)
         writer.close()
-        text = f"{status}" if status in REFUSALS else answer(body)
+        text = refusal(status, body) if status in REFUSALS else answer(body)
         assert status == question.status, (status, body)
         assert text is not None, body
         found[question] = {text}
@@ -219,6 +226,12 @@ async def whole(reader: asyncio.StreamReader) -> tuple[int, bytes]:
         return status, body
     except (asyncio.IncompleteReadError, IndexError, ValueError) as error:
         raise Broken(str(error)) from None
+
+
+def refusal(status: int, body: bytes) -> str:
+    """The status of a refusal; with its message if that is not one line."""
+    message = json.loads(body)["error"]["message"]
+    return f"{status}" if message and message.isprintable() else f"{status} {message!r}"
 
 
 def answer(body: bytes) -> str | None:

@@ -17,11 +17,12 @@ from typing import IO
 from adapters import ChaosAdapters
 from broken_disk import FAULTS, BrokenDisk
 from customers import Customers
-from live import Daemon
+from live import Daemon, children
 
 IDLE_CLIENTS = 1300  # more than three API processes have descriptors for
 PROBES = 60  # attempts to reach /health
 ENGINE, API = "weft.engine.process", "weft.server.daemon.worker"
+DECODERS = "weft.server.api.media.decode_child"
 
 
 class Log:
@@ -80,7 +81,7 @@ class Mischief:
             self._kill_engine: 3, self._hang_engine: 1, self._pause_engine: 3, self._kill_api: 3, self._hang_api: 2,
             self._pause_api: 3, self._flip_bits: 8, self._overload: 3, self._stall_log: 2, self._jump_clock: 3,
             self._break_disk: 3 if disk is not None else 0, self._use_up_descriptors: 2, self._prefer: 3,
-            self._change_adapters: 6,
+            self._change_adapters: 6, self._kill_decoders: 3,
         }  # fmt: skip
         self._kinds, self._weights = list(kinds), list(kinds.values())
 
@@ -112,6 +113,13 @@ class Mischief:
 
     async def _kill_api(self) -> None:
         os.kill(self._one_of(API), signal.SIGKILL)
+
+    async def _kill_decoders(self) -> None:
+        """Kills the process of an API process that forks one for each image. Those end with it."""
+        pids = [child for parent in self._daemon.children(API) for child in children(parent, DECODERS)]
+        if not pids:
+            raise ProcessLookupError
+        os.kill(self._rng.choice(sorted(pids)), signal.SIGKILL)
 
     async def _hang_engine(self) -> None:
         """Stops it for good: the daemon has to detect it."""

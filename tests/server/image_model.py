@@ -1,10 +1,12 @@
-"""A vision-language model's files without weights, for servers with a stub engine, and images to send."""
+"""A vision-language model's files: without weights, for servers with a stub engine, or with random ones. Images to
+send."""
 
 from __future__ import annotations
 
 import base64
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,24 @@ def write_preprocessor(folder: Path) -> None:
     """Add the sizes to the preprocessor of a checkpoint."""
     file = folder / "preprocessor_config.json"
     file.write_text(json.dumps({**json.loads(file.read_bytes()), **PREPROCESSOR}))
+
+
+def write_checkpoint(path: Path) -> Path:
+    """Write such a model with random weights and a tokenizer, whose answers depend on its images."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+    import vision_models
+
+    made = tokenizer()
+    marker = made.token_id("<image>")
+    assert marker is not None
+    before, vision_models.PLACEHOLDER = vision_models.PLACEHOLDER, marker
+    try:
+        vision_models.write_checkpoint("idefics3", path)
+    finally:
+        vision_models.PLACEHOLDER = before
+    write_preprocessor(path)
+    made._hf.save_pretrained(path)
+    return path
 
 
 def tokenizer(template: str = PARTS) -> Tokenizer:

@@ -70,8 +70,7 @@ class Daemon:
 
     def children(self, module: str) -> list[int]:
         """Process ids of the daemon's processes that run this module."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [int(pid) for pid in children if module in command_line(pid)]
+        return children(self.process.pid, module)
 
     @property
     def engine_pid(self) -> int:
@@ -113,6 +112,12 @@ def logged(self, *args, **others):
 Service.attach = logged
 """
 """for `patched`: an API process logs which model it serves from now on"""
+
+
+def children(pid: int, module: str) -> list[int]:
+    """Process ids of a process's children that run this module, as its first thread started them."""
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in found if module in command_line(child)]
 
 
 def command_line(pid: int | str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
 import socket
@@ -21,6 +22,7 @@ from stub import Server, serving
 from weft.engine.wire.pixels import PixelShelf
 from weft.server.api.media import addresses
 from weft.server.api.media.addresses import FetchRefused, check_url, is_public
+from weft.server.api.media.decoders import OpenImage
 from weft.server.api.media.fetch import Fetcher
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -156,6 +158,33 @@ async def test_the_decoders_start_again_after_they_were_killed(seeing: Server) -
     process.kill()
     await process.wait()
     assert (await ask(seeing, part(file_of(picture()))))[0] == 200
+
+
+async def test_an_image_is_not_to_blame_if_the_decoders_are_killed_or_late(seeing: Server) -> None:
+    """Only a decoder's own answer, or its end alone, makes a 400."""
+    good = part(file_of(picture()))
+    assert (await ask(seeing, good))[0] == 200
+    media = seeing.service.media
+    assert media is not None
+    decoders, tiles = media.decoders, OpenImage.tiles
+
+    async def killed(image: OpenImage, *rest: Any) -> bytes:
+        assert decoders._process is not None
+        decoders._process.kill()
+        await decoders._process.wait()
+        return await tiles(image, *rest)
+
+    async def none_left(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    for owner, name, value in (
+        (OpenImage, "tiles", killed), (decoders, "wall_seconds", 0.0), (asyncio, "create_subprocess_exec", none_left),
+    ):  # fmt: skip
+        decoders._stop()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert (await ask(seeing, good))[0] == 503, name
+        assert (await ask(seeing, good))[0] == 200
 
 
 async def test_files_larger_than_the_limit(seeing: Server) -> None:

@@ -35,16 +35,7 @@ PICTURES = [
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("idefics3")
-    tokenizer = image_model.tokenizer()
-    marker = tokenizer.token_id("<image>")
-    assert marker is not None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vision_models, "PLACEHOLDER", marker)
-        vision_models.write_checkpoint("idefics3", path)
-    image_model.write_preprocessor(path)
-    tokenizer._hf.save_pretrained(path)
-    return path
+    return image_model.write_checkpoint(tmp_path_factory.mktemp("idefics3"))
 
 
 @pytest.fixture(scope="module")

@@ -150,6 +150,13 @@ def test_models_share_gpus() -> None:
     ]  # fmt: skip
 
 
+def test_an_entry_may_give_any_list_as_one_value() -> None:
+    entry = "demo served_model_name=b lora_modules=sql=/sql classifier_from_token=yes"
+    config = ServeConfig.model_validate({"models": ["demo", entry]}).each[1]
+    assert (config.served_model_name, config.lora_modules) == (["b"], ["sql=/sql"])
+    assert config.classifier_from_token == ["yes"]
+
+
 def test_two_models_of_one_name_are_refused() -> None:
     config = load(ServeConfig, {"models": ["/m/a", "/m/b served_model_name=a"]}, None)
     with pytest.raises(ConfigError, match="two models are named a"):

@@ -30,6 +30,15 @@ class DecodeFailed(Exception):
     """The image cannot be decoded. The message is one clause for the client."""
 
 
+class DecodersBusy(Exception):
+    """No decoder finished, and the image is not the cause: the machine is short of time, memory or descriptors, or the
+    decoders were killed."""
+
+
+class _Lost(Exception):
+    """A decoder ended without an answer."""
+
+
 class OpenImage:
     """An image in its decoder, which waits for `tiles`."""
 
@@ -63,11 +72,15 @@ class Decoders:
 
     @asynccontextmanager
     async def open(self, data: bytes, waited: Callable[[float], None] = lambda _: None) -> AsyncIterator[OpenImage]:
-        """Open a file in a process of its own, which ends with the context. Raises `DecodeFailed`."""
+        """Open a file in a process of its own, which ends with the context. Raises `DecodeFailed` or `DecodersBusy`."""
         begin = time.perf_counter()
         async with self._slots:
             waited(time.perf_counter() - begin)
-            reader, writer = await self._child()
+            try:
+                reader, writer, parent = await self._child()
+            except OSError:
+                raise DecodersBusy from None
+            begin = time.perf_counter()
             try:
                 async with asyncio.timeout(self.wall_seconds):
                     job = Open(data, self._memory_bytes, self.cpu_seconds, self.wall_seconds)
@@ -77,26 +90,32 @@ class Decoders:
                         raise DecodeFailed(size.error)
                     yield OpenImage(reader, writer, size)
             except TimeoutError:
-                raise DecodeFailed("decoding it takes too long") from None
+                raise DecodersBusy from None
+            except _Lost:
+                if _has_ended(parent) or time.perf_counter() - begin >= self.wall_seconds:
+                    raise DecodersBusy from None
+                raise DecodeFailed("it could not be decoded within the limits of time and memory") from None
             finally:
                 writer.close()
 
-    async def _child(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _child(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, socket.socket]:
+        """Return the streams of a new decoder and the socket of its parent. Raises `OSError`."""
         for attempt in (0, 1):
             async with self._starting:
                 if self._requests is None:
                     await self._start()
+            parent = self._requests
             ours, theirs = socket.socketpair()
             try:
-                assert self._requests is not None
-                socket.send_fds(self._requests, [b"x"], [theirs.fileno()])
+                assert parent is not None
+                socket.send_fds(parent, [b"x"], [theirs.fileno()])
             except OSError:
                 ours.close()
                 self._stop()
                 if attempt:
-                    raise DecodeFailed("the decoders are not available") from None
+                    raise
             else:
-                return await asyncio.open_connection(sock=ours, limit=2**20)
+                return *await asyncio.open_connection(sock=ours, limit=2**20), parent
             finally:
                 theirs.close()
         raise AssertionError
@@ -131,7 +150,7 @@ async def _send(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
         writer.write(data)
         await writer.drain()
     except ConnectionError:
-        raise DecodeFailed("it could not be decoded within the limits of time and memory") from None
+        raise _Lost from None
 
 
 async def _receive(reader: asyncio.StreamReader, kind: type[T]) -> T:
@@ -139,4 +158,14 @@ async def _receive(reader: asyncio.StreamReader, kind: type[T]) -> T:
         (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
         return msgspec.msgpack.decode(await reader.readexactly(size), type=kind)
     except (asyncio.IncompleteReadError, ConnectionError, msgspec.MsgspecError):
-        raise DecodeFailed("it could not be decoded within the limits of time and memory") from None
+        raise _Lost from None
+
+
+def _has_ended(parent: socket.socket) -> bool:
+    """Return whether the process at the other end of this socket has ended. It ends before its children do."""
+    try:
+        return parent.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

@@ -21,7 +21,7 @@ from weft.engine.images.rules import read_preprocessor, rule_of
 from weft.engine.wire.messages import Image
 from weft.engine.wire.pixels import PixelShelf, ShelfFull
 from weft.server.api.media.addresses import FetchRefused
-from weft.server.api.media.decoders import DecodeFailed, Decoders, OpenImage
+from weft.server.api.media.decoders import DecodeFailed, Decoders, DecodersBusy, OpenImage
 from weft.server.api.media.fetch import Fetcher
 from weft.server.api.media.parts import ImagePart
 from weft.server.api.media.sources import OpenFile, Sources
@@ -156,6 +156,8 @@ class ModelImages:
             raise bad_request(f"{param}: the image cannot be used: {error}.", param, CODE) from None
         except ShelfFull:
             raise unavailable("Too many images are being processed.", "images_full", 2) from None
+        except DecodersBusy:
+            raise unavailable("The server could not decode the image now. Try again.", "images_busy", 2) from None
         finally:
             self._media.metrics.images.labels(source, outcome).inc()
 
