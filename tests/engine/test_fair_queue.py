@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from machines import machine_settings
 
 from weft.engine.scheduling import fair_queue
 from weft.engine.scheduling.fair_queue import MAX_AHEAD, MAX_PAUSED, FairQueue
@@ -365,7 +366,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None, derandomize=True)
+TestQueueMachine.settings = machine_settings(150, 60, daily=50)
 
 
 def test_requests_removed_out_of_order_are_not_kept() -> None:

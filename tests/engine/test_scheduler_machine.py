@@ -11,10 +11,10 @@ from typing import ClassVar
 
 import numpy as np
 from colliding import CollidingIndex
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 from list_device import ListDevice, next_token
+from machines import machine_settings
 
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
@@ -295,19 +295,13 @@ class WindowMachine(SchedulerMachine):
         type(self).given_back += int(s.given_back[running].sum())
 
 
-MACHINE_SETTINGS = settings(
-    max_examples=120,
-    stateful_step_count=60,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+MACHINE_SETTINGS = machine_settings(120, 60, daily=40)
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = MACHINE_SETTINGS
 
 
 class TestCollidingMachine(CollidingMachine.TestCase):  # type: ignore[misc]
-    settings = MACHINE_SETTINGS
+    settings = machine_settings(120, 60, daily=120)  # some collisions are rare
 
     def runTest(self) -> None:
         super().runTest()

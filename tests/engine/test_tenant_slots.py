@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from list_device import ListEngine
+from machines import machine_settings
 from test_fairness import Clock
 
 from weft.engine.scheduling.fairness import MOST, PATIENCE, Fairness
@@ -395,7 +395,7 @@ class SlotMachine(RuleBasedStateMachine):
 
 
 class TestSlotMachine(SlotMachine.TestCase):  # type: ignore[misc]
-    settings = settings(max_examples=40, stateful_step_count=25, deadline=None, derandomize=True)
+    settings = machine_settings(40, 25, daily=14)
 
     def runTest(self) -> None:
         super().runTest()

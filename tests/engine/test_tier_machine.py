@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 from list_device import ListDevice
+from machines import machine_settings
 from test_scheduler_machine import MAX_LEN, PAGE_SIZE, Collisions, SchedulerMachine
 
 from weft.engine.memory.extent import Record
@@ -224,13 +224,7 @@ class CollidingTierMachine(Collisions, TierMachine):
     seen: ClassVar[Counter[str]] = Counter()
 
 
-MACHINE_SETTINGS = settings(
-    max_examples=150,
-    stateful_step_count=80,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+MACHINE_SETTINGS = machine_settings(150, 80, daily=45)
 TestTierMachine = TierMachine.TestCase
 TestTierMachine.settings = MACHINE_SETTINGS
 

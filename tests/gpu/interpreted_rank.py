@@ -1,6 +1,7 @@
 """A rank of a simulated GPU, as a process: `python interpreted_rank.py RANK RANKS FILE OUT MODEL…`.
 
-FILE is the memory that all ranks share while they run. The rank's results are saved as OUT.
+FILE is the memory that all ranks share while they run. The rank's results are saved as OUT. The MODEL `PIPELINES` has
+a plan.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ ARENA = 4 << 20
 """bytes of a rank in one case"""
 TOKENS = 8
 LOAD = Load(7, 4, 20, 3)
+PIPELINES = "planned"
 PLANNED = Load(132, 4, 20, 64)
 CUTS = ((0, 128), (128, 256))
 WIDE = 128
@@ -220,9 +222,10 @@ def main() -> None:
                 steps = Steps(1 + index % 2, 1 if name in ("llama", "sandwich") else 0)
                 c = collectives_of(File(sys.argv[3], rank, ranks, index), rank, ranks, steps)
                 found[name] = logits(name, c, rank, ranks)
-            memory = File(sys.argv[3], rank, ranks, 9)
-            c = collectives_of(memory, rank, ranks, Steps(2), CUTS[-1][1], hidden_size=WIDE)
-            found["planned"] = planned(c)
+            if PIPELINES in sys.argv[5:]:
+                memory = File(sys.argv[3], rank, ranks, 9)
+                c = collectives_of(memory, rank, ranks, Steps(2), CUTS[-1][1], hidden_size=WIDE)
+                found[PIPELINES] = planned(c)
     torch.save(found, sys.argv[4])
 
 

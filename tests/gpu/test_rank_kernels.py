@@ -22,7 +22,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from engine_of_rank import served
 from interpreted import interpreted_gpu, streams_in_order
-from interpreted_rank import ARENA, PRODUCT, SUMS, logits, models, partial_sums, product
+from interpreted_rank import ARENA, PIPELINES, PRODUCT, SUMS, logits, models, partial_sums, product
 
 from weft.kernels.collectives.peer import shard_width
 
@@ -137,9 +137,10 @@ def test_ranks_give_the_logits_of_one(two: Found, name: str, monkeypatch: pytest
     check_logits(two, name, monkeypatch)
 
 
-def test_a_pipeline_with_sums_on_the_network_lane_gives_the_serial_plans_logits_to_the_bit(two: Found) -> None:
-    for of_rank in two:
-        serial, *pipelines = of_rank["planned"]
+@pytest.mark.nightly
+def test_a_pipeline_with_sums_on_the_network_lane_gives_the_serial_plans_logits_to_the_bit(tmp_path: Path) -> None:
+    for of_rank in ranks_of(2, tmp_path, PIPELINES):
+        serial, *pipelines = of_rank[PIPELINES]
         assert serial.isfinite().all()
         assert serial.std() > 0.01
         assert len(pipelines) == 3
