@@ -22,7 +22,8 @@ PINNED := $(VENV)/constraints.txt
 SUPERVISED := $(patsubst %,tests/server/test_%.py,supervision hub lifecycle workers takeover handover replicas_live ranks_live \
 	first_start lora encoder_live real_models kv_store broken_disks broken_ranks several_models agent_replay) \
 	$(wildcard tests/server/test_conformance_*.py)
-BUSY := tests/autosearch tests/engine tests/kernels tests/examples tests/fleet tests/loadgen tests/tools
+BUSY := tests/autosearch tests/engine tests/kernels tests/examples tests/fleet tests/loadgen tests/tools \
+	$(patsubst %,tests/server/test_%.py,commands log_stall signals) $(wildcard tests/server/test_tool_*.py)
 INSTALL := $(BIN)/python tools/install
 # Compile modules at their first import. Only a small part of these packages is ever imported.
 LAZY := --no-compile
@@ -78,7 +79,7 @@ brisk: $(VENV)/.test
 
 # Each client has its own environment, because they need different versions.
 FOREIGN := tests/server/foreign/clients.txt
-DAILY := openai_agents instructor langchain llama_index llm ollama litellm
+DAILY := openai_agents langchain ollama litellm
 foreign: NAMES :=
 daily: NAMES := $(DAILY)
 foreign daily: $(VENV)/.test
