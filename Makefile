@@ -19,11 +19,11 @@ PINS ?=
 PINNED := $(VENV)/constraints.txt
 # `make test` runs three lanes of about equal length: one computes, two often wait. Each starts once its tools are
 # there, so downloads for one overlap with the others.
-SUPERVISED := $(patsubst %,tests/server/test_%.py,supervision hub lifecycle workers takeover handover replicas_live ranks_live \
+SUPERVISED := $(patsubst %,tests/server/test_%.py,supervision lifecycle workers takeover handover replicas_live ranks_live \
 	first_start lora encoder_live real_models kv_store broken_disks broken_ranks several_models agent_replay) \
 	$(wildcard tests/server/test_conformance_*.py)
 BUSY := tests/autosearch tests/engine tests/kernels tests/examples tests/fleet tests/loadgen tests/tools \
-	$(patsubst %,tests/server/test_%.py,commands log_stall signals) $(wildcard tests/server/test_tool_*.py)
+	$(patsubst %,tests/server/test_%.py,commands hub log_stall signals) $(wildcard tests/server/test_tool_*.py)
 INSTALL := $(BIN)/python tools/install
 # Compile modules at their first import. Only a small part of these packages is ever imported.
 LAZY := --no-compile
