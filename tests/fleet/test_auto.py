@@ -95,7 +95,7 @@ class Endless(Listener):
 
 def test_requests_that_end_together_cost_no_slots() -> None:
     adapts, fixed = Endless((161, 200), 256, auto=True), Endless((161, 200), 256, auto=False)
-    rows, others = adapts.serve(70), fixed.serve(70)
+    rows, others = adapts.serve(45), fixed.serve(45)
     assert adapts.engine.scheduler.slots.limit == 256
     assert adapts.engine.scheduler.slot_limit_changes["late"] == 0
     assert sum(row.tokens for row in rows[20:]) >= 0.95 * sum(row.tokens for row in others[20:])
