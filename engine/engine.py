@@ -204,7 +204,11 @@ class Engine:
                 f"this one runs on {self.resolved.device.type} as {self.spec.architecture}"
             )
         read = AdapterReader(self.spec, config.model_path, self.resolved.compute_dtype, config.max_lora_rank)
-        made = Adapters(read, memory, config.max_loras, self.scheduler.count_by_adapter, self._queue, self._outbox)
+        scheduler = self.scheduler
+        made = Adapters(
+            read, memory, config.max_loras, lambda: scheduler.count_by_adapter() + self.grammars.count_by_adapter(),
+            self._queue, scheduler.withdraw, self._outbox,
+        )  # fmt: skip
         for module in config.lora_modules:
             name, _, path = module.partition("=")
             made.load_now(LoadAdapter(name, str(Path(path).expanduser().absolute())))
@@ -281,7 +285,8 @@ class Engine:
             self.adapters.begin(request, message.adapter)
 
     def _queue(self, request: Request) -> None:
-        if request.params.grammar is None and not request.params.bad_words:
+        compiled = request.grammar is not None or request.bad_words is not None  # it comes back
+        if compiled or (request.params.grammar is None and not request.params.bad_words):
             self.scheduler.add(request)
         else:
             self.grammars.begin(request)

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from weft.engine.errors import ModelError, WeftError, one_line
 from weft.engine.model.adapter import Adapter
 from weft.engine.scheduling.events import Outbox
+from weft.engine.scheduling.fairness import MOST, PATIENCE
 from weft.engine.scheduling.listeners import Listener
 from weft.engine.scheduling.request import Request
 from weft.engine.wire.messages import AdapterNews, AdapterStats, Finish, LoadAdapter
@@ -28,6 +29,8 @@ from weft.engine.wire.messages import AdapterNews, AdapterStats, Finish, LoadAda
 LOAD_POLL_SECONDS = 0.005  # Seconds between steps while an adapter loads and no request is open.
 STATS_SECONDS = 0.2  # Seconds between counts of the requests of each adapter.
 MAX_PASSED = 8  # Requests of adapters in memory that may begin while another adapter waits for memory.
+STAY = MOST * PATIENCE  # Iterations that requests of an adapter that is to be evicted may run on.
+NOBODY = -1  # The owner of an adapter without requests so far.
 MAX_KNOWN = 10_000  # Adapters that can be known at once.
 NOT_LOADED = "the adapter is not loaded in this engine"
 
@@ -44,7 +47,8 @@ class _Known:
     number: int  # Its number in batches.
     in_memory: bool = False
     loading: bool = False
-    closing: bool = False  # New requests wait, so that it can be evicted.
+    closing: bool = False  # Requests without a slot wait, so that it can be evicted.
+    owner: int = NOBODY  # The tenant of its last request.
     used: int = 0  # Order of its last use.
     held: deque[Request] = field(default_factory=deque)
     """Requests that wait for it to be in memory."""
@@ -64,12 +68,14 @@ class Adapters(Listener):
 
     def __init__(
         self, read: ReadAdapter, memory: MutableMapping[int, Adapter], most: int,
-        open_requests: Callable[[], dict[int, int]], queue: Callable[[Request], None], outbox: Outbox,
+        open_requests: Callable[[], dict[int, int]], queue: Callable[[Request], None],
+        withdraw: Callable[[int, bool], list[Request]], outbox: Outbox,
     ) -> None:  # fmt: skip
         """memory: the runner's adapters by number. most: how many may be in it. open_requests: counts requests, and
-        iterations in flight, by the number of their adapter. queue: takes requests whose adapter is in memory."""
+        iterations in flight, by the number of their adapter. queue: takes requests whose adapter is in memory.
+        withdraw: gives back an adapter's requests, those with a slot only if so told."""
         self._read, self._memory, self._most = read, memory, most
-        self._open_requests, self._queue, self._outbox = open_requests, queue, outbox
+        self._open_requests, self._queue, self._withdraw, self._outbox = open_requests, queue, withdraw, outbox
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-adapter")
         self._ended: SimpleQueue[_Loaded] = SimpleQueue()
         self._num_loading = 0
@@ -78,6 +84,9 @@ class Adapters(Listener):
         self._unknown: dict[str, deque[Request]] = {}  # Requests whose adapter may be one that loads now, by digest.
         self._waiting: deque[_Known] = deque()  # Adapters with held requests, in the order of their first one.
         self._passed = 0
+        self._turns: dict[int, int] = {}  # By tenant: when an adapter was last loaded for it.
+        self._iteration = 0
+        self._since = 0  # The iteration since which an adapter waits for memory, or since which another one is closing.
         self._numbers, self._clock = itertools.count(1), itertools.count(1)
         self._reports: list[AdapterNews] = []
         self._stats, self._stats_due = AdapterStats(most), 0.0
@@ -156,7 +165,7 @@ class Adapters(Listener):
         return sum(map(len, self._unknown.values())) + sum(len(known.held) for known in self._waiting)
 
     def _pass(self, known: _Known, request: Request) -> None:
-        request.adapter, known.used = known.number, next(self._clock)
+        request.adapter, known.used, known.owner = known.number, next(self._clock), request.tenant
         self._queue(request)
 
     def _hold(self, known: _Known, request: Request) -> None:
@@ -175,33 +184,70 @@ class Adapters(Listener):
                 self._waiting.remove(known)
             elif known.in_memory and not known.closing:
                 self._release(known)
-            elif not known.loading and not known.in_memory and self._has_room():
-                self._start(LoadAdapter("", known.path, known.digest))
-                known.loading = True
-        if (
-            self._waiting
-            and self._passed >= MAX_PASSED
-            and not any(k.closing or k.loading for k in self._known.values())
-        ):
-            # Others have begun often enough: the adapter with the fewest requests takes no new ones until evicted.
-            counts = self._open_requests()
-            there = [known for known in self._known.values() if known.in_memory]
-            min(there, key=lambda known: (counts.get(known.number, 0), known.used)).closing = True
+        while self._wanted() and self._has_room():
+            tenant, known = self._next()
+            self._turns.pop(tenant, None)
+            self._turns[tenant] = next(self._clock)
+            if len(self._turns) > MAX_KNOWN:
+                del self._turns[next(iter(self._turns))]
+            self._start(LoadAdapter("", known.path, known.digest))
+            known.loading = True
+        self._close_one()
+
+    def _wanted(self) -> list[_Known]:
+        """Return the adapters that requests wait for and that are not being loaded yet."""
+        return [known for known in self._waiting if not known.loading and not known.in_memory]
+
+    def _next(self) -> tuple[int, _Known]:
+        """Return the tenant whose last turn was longest ago, and the adapter that it has waited for longest."""
+        first: dict[int, _Known] = {}
+        for known in self._wanted():
+            for request in known.held:
+                first.setdefault(request.tenant, known)
+        tenant = min(first, key=lambda tenant: self._turns.get(tenant, 0))
+        return tenant, first[tenant]
+
+    def _close_one(self) -> None:
+        """If an adapter has waited for long, take the requests without a slot from one in memory, so that it can be
+        evicted, and later those with a slot."""
+        there = [known for known in self._known.values() if known.in_memory]
+        closing = next((known for known in there if known.closing), None)
+        loading = any(known.loading for known in self._known.values())
+        if not self._wanted():
+            self._passed, self._since = 0, self._iteration
+            if closing is not None and not loading:
+                closing.closing = False
+                if closing in self._waiting:
+                    self._release(closing)
+        elif closing is not None:
+            if self._iteration - self._since >= STAY:
+                self._hold_again(closing, running=True)
+        elif there and not loading and (self._passed >= MAX_PASSED or self._iteration - self._since >= PATIENCE):
+            counts, owned = self._open_requests(), Counter(known.owner for known in there)
+            closing = min(there, key=lambda known: (-owned[known.owner], counts.get(known.number, 0), known.used))
+            closing.closing, self._since = True, self._iteration
+            self._hold_again(closing, running=False)
+
+    def _hold_again(self, known: _Known, *, running: bool) -> None:
+        if requests := self._withdraw(known.number, running):
+            known.held.extendleft(reversed(requests))
+            if known not in self._waiting:
+                self._waiting.append(known)
 
     def _release(self, known: _Known) -> None:
         """Queue the requests that waited for an adapter."""
         self._waiting.remove(known)
-        self._passed = 0
+        self._passed, self._since = 0, self._iteration
         while known.held:
             self._pass(known, known.held.popleft())
 
     def _has_room(self) -> bool:
-        """Evict adapters without requests, least recently used first, until another fits. Returns whether it does."""
+        """Evict adapters without requests until another fits: of the tenant with the most adapters in memory, least
+        recently used first. Returns whether it does."""
         arriving = sum(known.loading for known in self._known.values())
-        there = sorted(
-            (k for k in self._known.values() if k.in_memory), key=lambda known: (not known.closing, known.used)
-        )
-        for known in there:
+        there = [known for known in self._known.values() if known.in_memory]
+        owned = Counter(known.owner for known in there)
+        for known in sorted(there, key=lambda known: (not known.closing, -owned[known.owner], known.used)):
             if len(self._memory) + arriving < self._most:
                 break
             self._evict_if_unused(known)
@@ -236,6 +282,7 @@ class Adapters(Listener):
             self._ended.put(_Loaded(message, message.digest, None, f"cannot load {message.path}: {one_line(error)}"))
 
     def on_schedule(self) -> None:
+        self._iteration += 1
         while self._num_loading:
             try:
                 ended = self._ended.get_nowait()

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -82,6 +82,10 @@ class Grammars:
     @property
     def num_compiling(self) -> int:
         return len(self._waiting)
+
+    def count_by_adapter(self) -> Counter[int]:
+        """Return the waiting requests by the number of their adapter."""
+        return Counter(waiting.request.adapter for waiting in self._waiting.values())
 
     @property
     def num_bytes(self) -> int:

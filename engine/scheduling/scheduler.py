@@ -82,6 +82,21 @@ class Scheduler:
         else:
             self._waiting.push(request)
 
+    def withdraw(self, adapter: int, running: bool) -> list[Request]:
+        """Take back the requests of an adapter, in order of arrival; those with a slot only if `running`. They can be
+        added again later."""
+        for slot in self.slots.running().tolist() if running else ():
+            if self.slots.of(slot).adapter == adapter:
+                self._preempt(slot)
+        found: list[Request] = []
+        while queued := [r for r in self._requests.values() if r.adapter == adapter and r.waiting and not r.held]:
+            for request in queued:
+                self._waiting.end(request)
+                self._waiting.release_siblings(request)
+                del self._requests[request.handle]
+            found += queued
+        return sorted(found, key=lambda request: request.order)
+
     def prefetch(self, names: tuple[bytes, ...]) -> None:
         """Load the pages of a conversation with one of these names before its next turn arrives."""
         if self.prefix_caching:
@@ -109,7 +124,7 @@ class Scheduler:
         """Number of requests without a terminal event so far."""
         return len(self._requests)
 
-    def count_by_adapter(self) -> dict[int, int]:
+    def count_by_adapter(self) -> Counter[int]:
         """Return the requests without a terminal event, and slots whose fence has not passed, by adapter number."""
         s = self.slots
         counts = Counter(request.adapter for request in self._requests.values())

@@ -32,7 +32,7 @@ class Harness:
 
     def add(
         self, prompt: Sequence[int] | np.ndarray, salt: str = "", priority: int = 0, adapter: str = "",
-        images: Sequence[Image] = (), **params: Any,
+        images: Sequence[Image] = (), tenant: int = 0, **params: Any,
     ) -> int:  # fmt: skip
         handle = len(self.tokens)
         self.engine.add(
@@ -44,6 +44,7 @@ class Harness:
                 priority=priority,
                 adapter=adapter,
                 images=tuple(images),
+                tenant=tenant,
             )
         )
         self.tokens[handle] = []

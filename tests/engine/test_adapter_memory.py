@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from weft.engine.errors import ModelError
 from weft.engine.model.adapter import Adapter
-from weft.engine.scheduling.adapters import MAX_PASSED, Adapters
+from weft.engine.scheduling.adapters import MAX_PASSED, STAY, Adapters
 from weft.engine.scheduling.events import Outbox
+from weft.engine.scheduling.fairness import PATIENCE
 from weft.engine.scheduling.request import Request
 from weft.engine.wire.messages import LoadAdapter
 from weft.engine.wire.sampling import SamplingParams
@@ -47,10 +48,11 @@ class Fake:
         self.outbox = Outbox()
         self.jobs = Jobs()
         counts = lambda: dict(Counter(request.adapter for request in self.open.values()))  # noqa: E731
-        self.adapters = Adapters(self.read, self.memory, most, counts, self.queue, self.outbox)
+        self.adapters = Adapters(self.read, self.memory, most, counts, self.queue, self.withdraw, self.outbox)
         self.adapters._thread.shutdown()
         self.adapters._thread = cast(Any, self.jobs)
         self.handles = 0
+        self.have_slot: Callable[[int], bool] = lambda handle: handle % 2 > 0
 
     def read(self, path: Path) -> tuple[str, Adapter]:
         content = self.files.get(str(path))
@@ -62,15 +64,21 @@ class Fake:
         assert request.adapter in self.memory, "queued without its adapter"
         self.open[request.handle] = request
 
+    def withdraw(self, adapter: int, running: bool) -> list[Request]:
+        found = [r for r in self.open.values() if r.adapter == adapter and (running or not self.have_slot(r.handle))]
+        for request in found:
+            del self.open[request.handle]
+        return found
+
     def load(self, name: str, content: str) -> None:
         self.files[f"/{name}"] = content
         self.adapters.load(LoadAdapter(name, f"/{name}"))
 
-    def ask(self, digest: str) -> int:
+    def ask(self, digest: str, tenant: int = 0) -> int:
         self.handles += 1
         request = Request(
             handle=self.handles, token_ids=cast(Any, None), prompt_len=1, params=SamplingParams(), max_total_tokens=2,
-            priority=0, order=self.handles, arrival=0.0, salt="", stop_ids=(), seed=0,
+            priority=0, order=self.handles, arrival=0.0, salt="", stop_ids=(), seed=0, tenant=tenant,
         )  # fmt: skip
         self.adapters.begin(request, digest)
         return self.handles
@@ -218,6 +226,77 @@ def test_a_held_request_can_be_taken_back() -> None:
     assert not fake.open
 
 
+def _iterations_until_begun(fake: Fake, handle: int, most: int) -> int:
+    """Return after how many iterations a request begins, although no other one ends."""
+    for iteration in range(most + 1):
+        if handle in fake.open:
+            return iteration
+        fake.jobs.run(100)
+        fake.adapters.on_schedule()
+    raise AssertionError("it waits for longer than the bound")
+
+
+def test_keys_take_turns_in_the_memory_for_adapters() -> None:
+    """A key that wants many adapters lets another one have its turn after each."""
+    names = "abcdefgh"
+    fake = _loaded(1, *names, "z")
+    for name in names:
+        fake.ask(name, tenant=1)
+    other = fake.ask("z", tenant=2)
+    begun = 0
+    while other not in fake.open:
+        begun += len(fake.open)
+        fake.open.clear()
+        fake.settle()
+    assert begun <= 2
+
+
+def test_a_key_that_goes_through_many_adapters_evicts_its_own() -> None:
+    fake = _loaded(3, "z", *"abcdef")
+
+    def use(name: str, tenant: int) -> bool:
+        """Return whether the adapter was in memory."""
+        handle = fake.ask(name, tenant)
+        there = handle in fake.open
+        fake.settle()
+        del fake.open[handle]
+        return there
+
+    use("z", 2)
+    for name in 3 * "abcdef":
+        assert not use(name, 1) or name in "ef"
+    assert use("z", 2)
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_an_adapter_waits_for_no_longer_than_a_bound_for_requests_that_never_end(running: bool) -> None:
+    """Those without a slot leave after some iterations, those with one after many more."""
+    fake = _loaded(2, "a", "b", "z")
+    kept = [fake.ask(name, tenant=1) for name in 3 * "ab"]
+    fake.settle()
+    assert len(fake.open) == 6
+    fake.have_slot = lambda _: running
+    most = PATIENCE + (STAY if running else 0) + 3
+    assert _iterations_until_begun(fake, fake.ask("z", tenant=2), most) >= (most - 3 if running else PATIENCE - 1)
+    assert len(fake.memory) == 2
+    for handle in kept if running else ():  # those that had to leave have their turn again
+        _iterations_until_begun(fake, handle, 2 * (PATIENCE + STAY + 3))
+
+
+def test_an_adapter_opens_again_if_no_other_waits_for_its_memory() -> None:
+    fake = _loaded(1, "a", "b")
+    first = fake.ask("b")
+    fake.settle()
+    waiting = fake.ask("a")
+    for _ in range(PATIENCE + 1):
+        fake.settle()
+    late = fake.ask("b")
+    assert (first in fake.open, late in fake.open) == (True, False)
+    assert fake.adapters.take(waiting) is not None
+    fake.settle()
+    assert late in fake.open
+
+
 NAMES = st.sampled_from(["x", "y", "z"])
 CONTENTS = st.sampled_from(["a", "b", "c", "d"])
 
@@ -238,9 +317,9 @@ class AdapterMachine(RuleBasedStateMachine):
     def drop(self, name: str) -> None:
         self.fake.adapters.drop(name)
 
-    @rule(content=CONTENTS)
-    def ask(self, content: str) -> None:
-        self.asked.add(self.fake.ask(content))
+    @rule(content=CONTENTS, tenant=st.integers(0, 2))
+    def ask(self, content: str, tenant: int) -> None:
+        self.asked.add(self.fake.ask(content, tenant))
 
     @rule(which=st.integers(0, 20))
     def end(self, which: int) -> None:
@@ -259,6 +338,20 @@ class AdapterMachine(RuleBasedStateMachine):
     def run(self, count: int) -> None:
         self.fake.jobs.run(count)
         self.fake.adapters.on_schedule()
+
+    @rule()
+    def wait(self) -> None:
+        """Each adapter that is waited for has its turn, although no request ends."""
+        fake = self.fake
+        fake.settle()
+        held = {request.handle for known in fake.adapters._waiting for request in known.held}
+        for _ in range((len(fake.adapters._waiting) + 1) * (PATIENCE + STAY + 4)):
+            fake.jobs.run(100)
+            fake.adapters.on_schedule()
+            held -= set(fake.open) | {handle for handle, _, _ in fake.outbox.refused}
+            if not held:
+                return
+        raise AssertionError("a request waits for longer than the bound")
 
     @invariant()
     def memory_holds_what_requests_use_and_no_more_than_allowed(self) -> None:

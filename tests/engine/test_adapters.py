@@ -16,6 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from weft.engine.errors import ModelError
 from weft.engine.model.adapter import adapter_digest
+from weft.engine.scheduling import adapters
+from weft.engine.scheduling.grammars import _Waiting
+from weft.engine.wire.messages import AddRequest
+from weft.engine.wire.sampling import SamplingParams
 
 Made = Callable[[str], Path]
 
@@ -163,3 +167,49 @@ def test_layers_that_adapters_do_not_support_end_the_start_in_one_line(
     adapter = save_adapter(tmp_path / "one", base)
     with pytest.raises(ModelError, match="do not support yet"):
         Harness(path, lora_modules=[f"one={adapter}"], **OPTIONS)
+
+
+def test_requests_that_make_room_for_another_adapter_go_on_later(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each adapter has its turn in memory for one, and no answer changes."""
+    monkeypatch.setattr(adapters, "PATIENCE", 2)
+    monkeypatch.setattr(adapters, "STAY", 4)
+    path, paths, models = llama
+    harness = Harness(path, lora_modules=_modules(paths), max_loras=1, **OPTIONS)
+    digests = ["", *map(adapter_digest, paths.values())]
+    rng = np.random.default_rng(8)
+    prompts = [rng.integers(3, 199, 12) for _ in range(12)]
+    turns: list[int] = []
+    took_back = harness.engine.scheduler.withdraw
+
+    def withdraw(adapter: int, running: bool) -> list[Any]:
+        turns.append(adapter)
+        return took_back(adapter, running)
+
+    monkeypatch.setattr(harness.engine.adapters, "_withdraw", withdraw)
+    handles = [
+        harness.add(prompt, adapter=digests[i % 3], max_tokens=60, tenant=i % 2, **GREEDY)
+        for i, prompt in enumerate(prompts)
+    ]
+    harness.run()
+    assert harness.engine.scheduler.preemptions > 0
+    assert set(turns) == {1, 2}
+    harness.engine.scheduler.check()
+    for i, (handle, prompt) in enumerate(zip(handles, prompts, strict=True)):
+        _check(harness, handle, prompt, models[i % 3])
+
+
+def test_an_adapter_is_in_use_while_a_request_of_it_waits_for_its_grammar(llama: Any) -> None:
+    path, paths, _ = llama
+    harness = Harness(path, lora_modules=_modules(paths), max_loras=1, **OPTIONS)
+    engine = harness.engine
+    assert engine.adapters is not None
+    kept: dict[int, Any] = {}
+    number = next(iter(engine.runner.adapters))
+    engine.grammars._waiting = kept
+    assert not engine.adapters._open_requests()
+    prompt = np.arange(5, dtype=np.int32).tobytes()
+    request = engine._arrivals.request(AddRequest(handle=9, prompt_token_ids=prompt, params=SamplingParams()))
+    request.adapter = number
+    kept[9] = _Waiting(request, "", None, 0.0)
+    assert engine.adapters._open_requests() == {number: 1}
+    kept.clear()
