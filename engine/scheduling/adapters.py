@@ -73,7 +73,7 @@ class Adapters(Listener):
     ) -> None:  # fmt: skip
         """memory: the runner's adapters by number. most: how many may be in it. open_requests: counts requests, and
         iterations in flight, by the number of their adapter. queue: takes requests whose adapter is in memory.
-        withdraw: gives back an adapter's requests, those with a slot only if so told."""
+        withdraw: gives back an adapter's requests, those with a slot only if the second argument is true."""
         self._read, self._memory, self._most = read, memory, most
         self._open_requests, self._queue, self._withdraw, self._outbox = open_requests, queue, withdraw, outbox
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-adapter")
