@@ -148,7 +148,10 @@ class Engine:
             budget = resolved.max_num_batched_tokens
             images = Images(slots, self._vision, self._image_rows.capacity, budget, shelf)
         self._drafter = None if resolved.drafting is None else TextDrafter(slots, resolved.drafting)
-        self._verification = None if self._drafter is None else Verification(slots, pool, self._drafter)
+        self._verification = None
+        if self._drafter is not None:
+            most = resolved.max_sampled if resolved.device.type == "cuda" else None
+            self._verification = Verification(slots, pool, self._drafter, most)
         return Scheduler(
             slots,
             pool,

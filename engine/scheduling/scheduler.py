@@ -187,7 +187,7 @@ class Scheduler:
         resets, self._count_resets = self._count_resets, []
         drafts = None
         if verification is not None and len(decodes):
-            drafts = verification.choose(decodes, budget - sum(length for _, length in chunks))
+            drafts = verification.choose(decodes, len(chunks), budget - sum(length for _, length in chunks))
         batch = build_batch(self.slots, self.pool.page_size, step, decodes, chunks, resets, drafts)
         if self.states is not None:
             batch = batch._replace(states=self.states.rows(batch))

@@ -23,10 +23,13 @@ from weft.engine.scheduling.slots import SlotTable
 class Verification:
     """The drafts of one scheduler's requests. Without a drafter, only tokens that a grammar forces are drafts."""
 
-    def __init__(self, slots: SlotTable, pool: PagePool, drafter: Drafter | None) -> None:
+    def __init__(
+        self, slots: SlotTable, pool: PagePool, drafter: Drafter | None, max_sampled: int | None = None
+    ) -> None:  # fmt: skip
+        """max_sampled: the maximum of tokens that an iteration samples; None for any number."""
         if slots.states is not None:
             raise ValueError("recurrent states cannot be rolled back, so drafts cannot be verified")
-        self._slots, self._pool, self._drafter = slots, pool, drafter
+        self._slots, self._pool, self._drafter, self._max_sampled = slots, pool, drafter, max_sampled
         self._forced = np.zeros(slots.num_slots, np.bool_)  # slots whose drafts in flight are from their grammar
         self.forced_drafted = self.forced_accepted = 0
 
@@ -37,10 +40,12 @@ class Verification:
 
     # -- forming an iteration
 
-    def choose(self, decodes: I32, budget: int) -> ChosenDrafts | None:
-        """Return the drafts, at most `budget`, of an iteration with these decodes, and give them pages. Returns None if
-        there are none."""
+    def choose(self, decodes: I32, chunks: int, budget: int) -> ChosenDrafts | None:
+        """Return the drafts, at most `budget`, of an iteration with these decodes and `chunks` chunks, and give them
+        pages. Returns None if there are none."""
         s = self._slots
+        if self._max_sampled is not None:
+            budget = min(budget, self._max_sampled - len(decodes) - chunks)
         room = self._room(decodes, budget)
         if not room.any():
             return None

@@ -13,7 +13,7 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.runner.iteration.attention_lists import AttentionGrid, AttentionLists
 from weft.engine.runner.iteration.attention_path import AttentionPath
-from weft.engine.runner.iteration.batch import Batch, SamplingInputs, sampler_names
+from weft.engine.runner.iteration.batch import Batch, SamplingInputs, Verified, sampler_names
 from weft.engine.runner.iteration.input_layout import COUNTS, DECODE, KEPT, KEPT_PREFILL, LIVE, PREFILL, Layout
 from weft.engine.runner.iteration.nano import Assignment, assign
 from weft.engine.runner.options.resolve import ResolvedConfig
@@ -120,6 +120,9 @@ class DeviceInputs:
         """Write the batch to the next ring slot and start its transfer on the current stream.
 
         Padding tokens up to the token bucket use the dummy page. Returns the rows of the tokens."""
+        verified = batch.verified
+        if verified is not None:
+            batch = batch.by_query()
         self._turn = (self._turn + 1) % RING
         host, t = self._host[self._turn], batch.num_tokens
         counts = host["counts"]
@@ -131,6 +134,8 @@ class DeviceInputs:
         for j, begin in enumerate(pipeline.begins):
             counts[LIVE + j] = max(0, t - begin)
         self._write_sampling(host, batch.sampling, assigned)
+        if self.layout.verifies:
+            self._write_verified(host, len(batch.sampling.slots), verified)
         counts[: len(COUNTS)] = (t, len(batch.sampling.slots), self._page_updates(batch, host))
         self.slab.copy_(self._ring[self._turn], non_blocking=True)
         return assigned
@@ -140,7 +145,7 @@ class DeviceInputs:
         t, d = batch.num_tokens, batch.num_decodes
         order = slice(None) if assigned.order is None else assigned.order
         token_slots = np.full(t, -1, np.int32)
-        token_slots[:d] = batch.slots[:d]
+        token_slots[:d] = np.where(batch.token_ids[:d] < 0, batch.slots[:d], -1)
         columns = (
             ("token_ids", batch.token_ids, 0),
             ("token_slots", token_slots, -1),
@@ -177,6 +182,11 @@ class DeviceInputs:
         host["logit_tokens"][n:] = 0
         host["temperature"][n:] = 0.0  # padding rows are greedy, which is the least work
 
+    @staticmethod
+    def _write_verified(host: dict[str, np.ndarray], samples: int, verified: Verified | None) -> None:
+        host["first"][:samples] = np.arange(samples) if verified is None else verified.first
+        host["expected"][:samples] = -1 if verified is None else verified.expected
+
     def _page_updates(self, batch: Batch, host: dict[str, np.ndarray]) -> int:
         """Write page-table entries that the device does not have yet. Returns their number."""
         width = batch.page_table.shape[1]
@@ -208,7 +218,8 @@ def _prefill_slots(spec: ModelSpec, config: ResolvedConfig) -> int:
 def device_inputs(spec: ModelSpec, config: ResolvedConfig, nano_batches: int) -> DeviceInputs:
     """Return the inputs of a runner. nano_batches: maximum over its pipelines."""
     slots, pages = config.max_num_seqs, -(-config.max_model_len // config.kv.page_size)
-    parts = slots * -(-config.max_model_len // INVARIANT_SPLIT_TOKENS) if config.batch_invariant else 1024
+    rows = config.max_sampled
+    parts = rows * -(-config.max_model_len // INVARIANT_SPLIT_TOKENS) if config.batch_invariant else 1024
     windows = config.attention_shape(spec).windows
     unpacked = 0, 0
     # Batch invariance needs one kernel for a chunk, whether or not its pages could be unpacked.
@@ -216,7 +227,7 @@ def device_inputs(spec: ModelSpec, config: ResolvedConfig, nano_batches: int) ->
         tokens = max(UNPACKED_TOKENS[0], min(config.max_model_len, UNPACKED_TOKENS[1])) + config.max_num_batched_tokens
         unpacked = -(-tokens // config.kv.page_size), config.kv.page_size
     layout = Layout.of(
-        config.max_num_batched_tokens, slots, spec.heads_per_kv, nano_batches, parts, windows, unpacked,
-        _prefill_slots(spec, config), config.pod,
+        config.max_num_batched_tokens, rows, spec.heads_per_kv, nano_batches, parts, windows, unpacked,
+        _prefill_slots(spec, config), config.pod, config.drafting is not None,
     )  # fmt: skip
     return DeviceInputs(layout, config.device, slots, pages)

@@ -354,7 +354,7 @@ class CudaRunner:
 
     def _max_sampled(self, pipeline: Pipeline) -> int:
         """Return the maximum of rows that sample."""
-        return min(pipeline.tokens, self.config.max_num_seqs)
+        return min(pipeline.tokens, self.config.max_sampled)
 
     def _new_graphs(self, pipeline: Pipeline) -> _Graphs:
         return _Graphs.empty(fused=not self._eager and self._inputs.fuses(pipeline))
@@ -394,7 +394,7 @@ class CudaRunner:
                 self._executor.sample(self._max_sampled(pipeline))
             else:
                 graphs.sample.replay()
-            self._sampling.count(tokens, s)
+            self._sampling.count(tokens, s, self._executor.reached if batch.drafted else None)
             in_flight.sampled.copy_(self._executor.sampled, non_blocking=True)
             in_flight.scores = self._sampling.scores(tokens, s, raw)
             in_flight.end.record()

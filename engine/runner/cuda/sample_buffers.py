@@ -23,6 +23,8 @@ class SampleBuffers:
         self.sampled = torch.zeros(2, s, dtype=torch.int64, device=device)
         """`[2, rows]` sampled tokens, and 1 for rows whose logits are not finite."""
         self.tokens, self._bad = self.sampled
+        self.reached = torch.zeros(s, dtype=torch.int32, device=device)
+        """`[rows]` 1 for samples that count, if iterations may have drafts."""
         self._candidates = sample_scratch(s, device)
         self._ids = torch.zeros(inputs.layout.max_tokens, dtype=torch.int32, device=device)
 
@@ -44,5 +46,12 @@ class SampleBuffers:
         self._remember(num_rows)
 
     def _remember(self, rows: int) -> None:
-        slots = self.inputs.column["slots"][:rows]
-        resident.remember(self.tokens[:rows], slots, self.inputs.count["sampled"], self.last_token)
+        column, count = self.inputs.column, self.inputs.count["sampled"]
+        tokens, slots = self.tokens[:rows], column["slots"][:rows]
+        if not self.inputs.layout.verifies:
+            resident.remember(tokens, slots, count, self.last_token)
+            return
+        resident.remember_verified(
+            tokens, self._bad[:rows], column["first"][:rows], column["expected"][:rows], slots, count,
+            self.last_token, reached=self.reached[:rows],
+        )  # fmt: skip

@@ -144,7 +144,7 @@ class Batch(NamedTuple):
     epochs: I32
     query_len: I32  # `[R]` tokens per request in this iteration.
     kv_len: I32  # `[R]` positions visible to the request's last token of this iteration.
-    token_ids: I32  # `[T]`; -1 for a decode's token that is still on the device, in `last_token[slot]`.
+    token_ids: I32  # `[T]`; -1 for a decode's token that is read on the device, from `last_token[slot]`.
     positions: I32
     slot_mapping: npt.NDArray[np.int64]  # `[T]` page * page_size + offset.
     page_table: I32  # `[R, pages]`, padded with page 0.
@@ -182,6 +182,20 @@ class Batch(NamedTuple):
         follows = np.flatnonzero(rows[1:] == rows[:-1])
         expected[follows] = self.token_ids[at[follows] + 1]
         return Verified(np.searchsorted(rows, rows), expected)
+
+    def by_query(self) -> Batch:
+        """Return the iteration with a decode for each token of its decodes. Those of one request share its pages. This
+        is for devices whose kernels know decodes of one query only; it has no `verified`."""
+        d, at = self.num_decodes, self.decode_tokens
+        of = np.concatenate((np.repeat(np.arange(d), self.query_len[:d]), np.arange(d, self.num_requests)))
+        chunk_samples = self.sampled_rows[at:] + at - d
+        return self._replace(
+            num_decodes=at, slots=self.slots[of], epochs=self.epochs[of], page_table=self.page_table[of],
+            query_len=np.concatenate((np.ones(at, np.int32), self.query_len[d:])),
+            kv_len=np.concatenate((self.positions[:at] + 1, self.kv_len[d:])),
+            sampled_rows=np.concatenate((np.arange(at, dtype=np.int32), chunk_samples)), drafted=False,
+            adapters=None if self.adapters is None else self.adapters[of],
+        )  # fmt: skip
 
     @property
     def read_rows(self) -> npt.NDArray[np.int64]:

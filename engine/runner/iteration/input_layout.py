@@ -37,18 +37,19 @@ class Layout(NamedTuple):
     prefill_slots: int = 0
     """Partial sums of prefill tiles that are split along their keys, per nano-batch; 0: tiles are not split."""
     pod: Pod = "off"  # Whether decodes and chunks share one attention launch, if tiles are split.
+    verifies: bool = False  # Whether iterations may have drafts.
 
     @classmethod
     def of(
         cls, max_tokens: int, max_seqs: int, group: int, nano_batches: int = 1, max_part_slots: int = 1024,
         windows: Iterable[int | None] = (None,), unpacked: tuple[int, int] = (0, 0), prefill_slots: int = 0,
-        pod: Pod = "off",
+        pod: Pod = "off", verifies: bool = False,
     ) -> Layout:  # fmt: skip
         tiles = -(-max_tokens // (TILE_ROWS // group)) + 2 * max_seqs + 2  # a chunk may begin and end inside one
         items = 2 * max_seqs + max_part_slots
         return cls(
             max_tokens, max_seqs, items, tiles + prefill_slots, max(4096, 2 * max_seqs), nano_batches, max_part_slots,
-            tuple(dict.fromkeys(windows)), unpacked, prefill_slots, pod,
+            tuple(dict.fromkeys(windows)), unpacked, prefill_slots, pod, verifies,
         )  # fmt: skip
 
     @property
@@ -86,6 +87,7 @@ class Layout(NamedTuple):
             "update_page": (self.max_updates, False),
             "logit_tokens": (s, False),
             "slots": (s, False),
+            **({"first": (s, False), "expected": (s, False)} if self.verifies else {}),
             **{c.name: (s, c.dtype is np.float32) for c in COLUMNS if c.sampler},
             "uniform": (s, True),
         }

@@ -39,6 +39,8 @@ from weft.kernels.native.products import start as start_native
 log = logging.getLogger("weft.engine")
 INVARIANT_CHUNK = 128  # Chunk tokens that batch invariance may need; also the tile size of attention in torch.
 
+DRAFT_ROWS = 64  # Draft tokens of an iteration on a GPU for which there is room when every slot runs.
+
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
@@ -71,6 +73,11 @@ class ResolvedConfig:
     drafting: DraftOptions | None = None  # How drafts are made; None: no speculation.
     adapters: bool = False  # Requests may use LoRA adapters.
     states: StateLayout = NO_STATES  # Recurrent states in pages, in the dtypes in which they are kept.
+
+    @property
+    def max_sampled(self) -> int:
+        """The maximum of tokens that an iteration on a GPU samples: one for each slot, and some for drafts."""
+        return self.max_num_seqs + (0 if self.drafting is None else DRAFT_ROWS)
 
     def chunk_step(self, spec: ModelSpec) -> int:
         """Return the tokens at whose multiples prompts are cut. With batch invariance no attention tile is divided.
@@ -205,7 +212,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         packed=_packed(kv) if config.tier_kv_format == "packed" else None,
         pod=config.pod,
         late_launch=alone if config.late_launch is None else config.late_launch,
-        drafting=_drafting(config, spec, cuda=cuda),
+        drafting=_drafting(config, spec, backend, cuda=cuda),
         adapters=config.adapters,
         states=states,
     )
@@ -214,14 +221,18 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     return resolved
 
 
-def _drafting(config: EngineConfig, spec: ModelSpec, *, cuda: bool) -> DraftOptions | None:
+def _drafting(config: EngineConfig, spec: ModelSpec, attention: str, *, cuda: bool) -> DraftOptions | None:
     """Return how drafts are made. Raises `ConfigError` if they cannot be verified here; 'auto' is off then."""
     if (options := config.drafting) is None:
         return None
-    if cuda:
-        why = "speculation runs on a CPU only so far: leave it out, or use --device cpu"
-    elif spec.recurrent:
+    if spec.recurrent:
         why = f"{spec.architecture} has recurrent layers, whose states cannot be rolled back; leave it out"
+    elif cuda and config.tensor_parallel_size > 1:
+        why = "speculation runs on one GPU only so far: leave it out"
+    elif cuda and not spec.native:
+        why = f"on a GPU speculation does not run with transformers' code for {spec.architecture}: leave it out"
+    elif cuda and attention != "triton":
+        why = f"on a GPU speculation needs weft's own attention kernels, not {attention}: leave it out"
     else:
         return options
     if config.speculation == "auto":

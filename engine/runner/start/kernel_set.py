@@ -87,7 +87,7 @@ def _parts(spec: ModelSpec, config: ResolvedConfig, gpu: Gpu) -> list[list[Kerne
 
     def touch(those: Iterable[Pipeline]) -> None:
         for pipeline in those:
-            rows = min(pipeline.tokens, config.max_num_seqs)
+            rows = min(pipeline.tokens, config.max_sampled)
             executor.touch(pipeline, kv, rows)
             executor.sample(rows)
 
