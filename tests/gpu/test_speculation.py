@@ -50,7 +50,8 @@ def test_the_newest_sample_of_each_request_stays(requests: int, device: str) -> 
         padding = np.full(11, 2)  # rows beyond the count
         return torch.from_numpy(np.concatenate((values, padding))).to(dtype).to(device)
 
-    last, counts = torch.full((requests + 5,), -7, device=device), torch.zeros(samples + 11, dtype=torch.int32).to(device)
+    last = torch.full((requests + 5,), -7, device=device)
+    counts = torch.zeros(samples + 11, dtype=torch.int32, device=device)
     resident.remember_verified(
         up(tokens, torch.int64), up(bad, torch.int64), up(first, torch.int32), up(expected, torch.int32),
         up(slots[rows], torch.int32), torch.tensor([samples], dtype=torch.int32, device=device), last, reached=counts,
@@ -96,6 +97,7 @@ def _check_equal(path: Path, tokens: int, **options: Any) -> None:
 def test_an_interpreted_engine_answers_alike_with_drafts(
     device: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert device == "cpu"
     with interpreted_gpu(monkeypatch):
         _check_equal(tiny_model("llama3.1"), 9, dtype="float16")
 
