@@ -51,7 +51,7 @@ class AttentionShape(NamedTuple):
 
 class AttentionRequests(Protocol):
     """The R requests of one iteration, on the host (the engine's `Batch`). Decodes come first: one query each, or more
-    with drafts, which only backends of the CPU support yet."""
+    with drafts, which only backends of the CPU take: on a GPU each draft is a decode (`Batch.by_query`)."""
 
     @property
     def num_decodes(self) -> int: ...

@@ -12,6 +12,9 @@ import pytest
 from weft.engine.config import EngineConfig
 from weft.engine.config.speculation import DraftOptions
 from weft.engine.engine import Engine
+from weft.engine.errors import ConfigError
+from weft.engine.runner.iteration.batch import Batch, SamplingInputs
+from weft.engine.runner.options.resolve import _drafting
 from weft.engine.scheduling.request import Request
 from weft.engine.scheduling.slots import Phase, SlotTable
 from weft.engine.scheduling.speculation import TextDrafter
@@ -254,3 +257,54 @@ def test_a_request_may_refuse_drafts(plain: dict[int, list[int]]) -> None:
     generated = Generated(batch_invariant=True, speculation="suffix")
     assert generated.run(asked(0, max_drafts=0))[0] == plain[0]
     assert generated.engine.stats().speculation.drafts == 0
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("recurrent layers", {"recurrent": True}, "triton"),
+    ("one GPU only", {"tensor_parallel_size": 2}, "triton"),
+    ("transformers' code", {"native": False}, "triton"),
+    ("not flash-attn", {}, "flash-attn"),
+]
+
+
+@pytest.mark.parametrize(("reason", "given", "attention"), REFUSED)
+def test_what_cannot_verify_drafts_refuses_them(reason: str, given: dict[str, Any], attention: str) -> None:
+    """In one line, and 'auto' is off."""
+    spec: Any = SimpleNamespace(**{"recurrent": False, "native": True, "architecture": "AnyForCausalLM", **given})
+    ranks = given.get("tensor_parallel_size", 1)
+
+    def drafting(**how: Any) -> DraftOptions | None:
+        return _drafting(EngineConfig(tensor_parallel_size=ranks, **how), spec, attention, cuda=True)
+
+    for how, name in (
+        ({"speculation": "ngram"}, "--speculation ngram"),
+        ({"speculative_config": VLLM}, "--speculative"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{name}.*{reason}[^\n]*$"):
+            drafting(**how)
+    assert drafting(speculation="auto") is None
+    assert drafting() is None
+
+
+def test_a_device_of_single_queries_gets_a_decode_for_each_draft() -> None:
+    tokens = np.array([-1, 4, 5, 6, 9, 9], np.int32)
+    positions = np.array([30, 31, 32, 7, 16, 17], np.int32)
+    three = np.array([3, 1, 2], np.int32)
+    sampling = SamplingInputs.none()._replace(
+        slots=np.array([2, 2, 2, 0, 1], np.int32), logit_tokens=np.array([0, 1, 2, 3, 5], np.int32)
+    )
+    batch = Batch(
+        step=1, num_decodes=2, slots=np.array([2, 0, 1], np.int32), epochs=three, query_len=three,
+        kv_len=np.array([33, 8, 18], np.int32), token_ids=tokens, positions=positions,
+        slot_mapping=positions.astype(np.int64), page_table=np.arange(6, dtype=np.int32).reshape(3, 2),
+        sampled_rows=np.array([0, 0, 0, 1, 2], np.int32), sampling=sampling, count_resets=(), prompt_logprobs=(),
+        drafted=True,
+    )  # fmt: skip
+    each = batch.by_query()
+    assert (each.num_decodes, each.num_requests, each.num_tokens, each.decode_tokens) == (4, 5, 6, 4)
+    assert each.slots.tolist() == [2, 2, 2, 0, 1]
+    assert each.query_len.tolist() == [1, 1, 1, 1, 2]
+    assert each.kv_len.tolist() == [31, 32, 33, 8, 18]
+    assert each.page_table.tolist() == [[0, 1], [0, 1], [0, 1], [2, 3], [4, 5]]
+    assert each.sampled_rows.tolist() == [0, 1, 2, 3, 4]
+    assert each.read_rows.tolist() == batch.read_rows.tolist()

@@ -19,6 +19,9 @@ from weft.engine.runner.iteration.batch import Verified
 from weft.kernels.sampling import resident
 
 HERE = torch.cuda.is_available()
+EXACT: dict[str, Any] = {
+    "device": "cuda", "dtype": "bfloat16", "batch_invariant": True, "tuning_seconds": 0, "page_size": 16
+}  # fmt: skip
 SAMPLED: dict[str, Any] = {"temperature": 1.1, "top_p": 0.95}
 ASKED: tuple[dict[str, Any], ...] = (
     {**GREEDY, "logprobs": 1},
@@ -103,7 +106,7 @@ def test_an_interpreted_engine_answers_alike_with_drafts(
 
 
 @pytest.mark.skipif(not HERE, reason="needs a CUDA device")
-@pytest.mark.parametrize("family", ["llama2", "llama3.1", "mistral", "gemma3", "qwen3", "gpt-oss", "qwen3-moe", "gpt2"])
+@pytest.mark.parametrize("family", ["llama2", "mistral", "gemma3", "qwen3", "gpt-oss", "qwen3-moe"])
 def test_each_family_answers_alike_with_drafts(family: str, tiny_model: Callable[[str], Path]) -> None:
     _check_equal(tiny_model(family), 48)
 
@@ -123,10 +126,9 @@ def test_options_of_the_engine_with_drafts(options: dict[str, Any], tiny_model: 
 
 @pytest.mark.skipif(not HERE, reason="needs a CUDA device")
 def test_every_sampling_field_gives_the_same_tokens_and_log_probabilities() -> None:
-    options = {"device": "cuda", "dtype": "bfloat16", "batch_invariant": True, "tuning_seconds": 0, "page_size": 16}
-    plain = make(**options)
+    plain = make(**EXACT)
     ask_all(plain)
-    drafted = make(**options, speculation="suffix")
+    drafted = make(**EXACT, speculation="suffix")
     drafter = drafting(drafted, plain, np.random.default_rng(0))
     ask_all(drafted)
     compare(drafted, plain)
@@ -138,7 +140,7 @@ def test_every_sampling_field_gives_the_same_tokens_and_log_probabilities() -> N
 def test_drafts_of_text_change_no_token(speculation: str) -> None:
     answers = []
     for how in ("off", speculation):
-        harness = make(device="cuda", dtype="bfloat16", batch_invariant=True, tuning_seconds=0, speculation=how)
+        harness = make(**EXACT, speculation=how)
         for i in range(12):
             harness.add([5, 60, 70, 80] * (3 + i), max_tokens=60, ignore_eos=True, **({} if i % 2 else GREEDY), seed=i)
         harness.run()
