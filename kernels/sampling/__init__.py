@@ -5,4 +5,4 @@ May import: `common`, `reference`.
 Never: copies logits to the host.
 """
 
-PUBLIC = ("resident", "sampler")  # The modules that other folders may import.
+PUBLIC = ("resident", "sampler", "verified")  # The modules that other folders may import.

@@ -16,7 +16,7 @@ from interpreted import interpreted_gpu
 from test_draft_equality import ask_all, compare, drafting, make
 
 from weft.engine.runner.iteration.batch import Verified
-from weft.kernels.sampling import resident
+from weft.kernels.sampling.verified import remember_verified
 
 HERE = torch.cuda.is_available()
 EXACT: dict[str, Any] = {
@@ -55,7 +55,7 @@ def test_the_newest_sample_of_each_request_stays(requests: int, device: str) -> 
 
     last = torch.full((requests + 5,), -7, device=device)
     counts = torch.zeros(samples + 11, dtype=torch.int32, device=device)
-    resident.remember_verified(
+    remember_verified(
         up(tokens, torch.int64), up(bad, torch.int64), up(first, torch.int32), up(expected, torch.int32),
         up(slots[rows], torch.int32), torch.tensor([samples], dtype=torch.int32, device=device), last, reached=counts,
     )  # fmt: skip

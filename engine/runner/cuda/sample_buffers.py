@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.runner.cuda.cuda_inputs import DeviceInputs
-from weft.kernels.sampling import resident
+from weft.kernels.sampling import resident, verified
 from weft.kernels.sampling.sampler import sample, sample_scratch
 
 
@@ -51,7 +51,7 @@ class SampleBuffers:
         if not self.inputs.layout.verifies:
             resident.remember(tokens, slots, count, self.last_token)
             return
-        resident.remember_verified(
+        verified.remember_verified(
             tokens, self._bad[:rows], column["first"][:rows], column["expected"][:rows], slots, count,
             self.last_token, reached=self.reached[:rows],
         )  # fmt: skip
