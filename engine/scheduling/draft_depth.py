@@ -97,6 +97,7 @@ def best_depth(rows: int, survivals: Sequence[Sequence[float]], most: int, secon
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 64.0  # seconds
 WINDOW_SECONDS, WINDOW_ITERATIONS = 0.1, 12
 KEPT = 1.0  # share of the tokens without drafts below which drafts pause
+CLEAR_ITERATIONS, CLEAR = 3, 0.9  # iterations, and the share of tokens, after which a loss needs no whole window
 
 
 class Guard:
@@ -120,7 +121,8 @@ class Guard:
         self._tokens += tokens
         self._without += without
         self._iterations += 1
-        if self._seconds < WINDOW_SECONDS or self._iterations < WINDOW_ITERATIONS:
+        clear = self._iterations >= CLEAR_ITERATIONS and self._tokens < CLEAR * self._without
+        if not clear and (self._seconds < WINDOW_SECONDS or self._iterations < WINDOW_ITERATIONS):
             return True
         paid = self._tokens >= KEPT * self._without
         self._begin()
