@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 from harness import GREEDY, Harness
-from tiny import FAMILIES, make_tiny
+from tiny import FAMILIES, LATENT, make_tiny
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("triton")
 from interpreted_engine import check_interpreted  # noqa: E402
 
 HERE = torch.cuda.is_available()
-DENSE = [name for name in FAMILIES if "moe" not in name and name not in ("mixtral", "gpt-oss")]
+DENSE = [name for name in FAMILIES if "moe" not in name and name not in ("mixtral", "gpt-oss", *LATENT)]
 
 WIDE: dict[str, Any] = {
     "hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
