@@ -145,8 +145,7 @@ class Engine:
         images = None
         if self._vision is not None and self._image_rows is not None:
             shelf = PixelShelf(config.share.pixels) if config.share.pixels else None
-            budget = resolved.max_num_batched_tokens
-            images = Images(slots, self._vision, self._image_rows.capacity, budget, shelf)
+            images = Images(slots, self._vision, self._image_rows, shelf)
         self._drafter = None if resolved.drafting is None else TextDrafter(slots, resolved.drafting)
         self._verification = None
         if self._drafter is not None:

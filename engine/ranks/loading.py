@@ -58,6 +58,8 @@ class Loading:
         self.own = self.spec.shard(0, config.tensor_parallel_size)  # This rank's shard of it.
         self.resolved = resolve(config, self.own)
         self.vision = served_vision(read_config(path), self.spec, config, self.resolved)  # None: text only.
+        if self.vision is not None and config.speculation == "auto":
+            self.resolved = replace(self.resolved, drafting=None)  # not tested with images
         self.model_id = self._model_id()
 
     def run(self, phases: Phases, exchange: WeightExchange | None, store: StoreFile | None) -> Loaded:

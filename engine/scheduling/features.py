@@ -190,7 +190,17 @@ class ImageCache(Listener):
     def __init__(self, images: Images, rows: ImageRows) -> None:
         self._images, self._rows = images, rows
 
+    def on_blocked(self, seconds: float) -> bool:
+        return self._rows.wait(seconds)
+
+    def drain(self) -> None:
+        self._rows.drain()
+
+    def close(self) -> None:
+        self._rows.close()
+
     def on_sleep(self) -> None:
+        self._rows.drain()
         self._images.forget()
         self._rows.free()
 

@@ -1,8 +1,8 @@
 """`Images`: the images of prompts: which are encoded in an iteration, how far chunks may go, what iterations read.
 
-An image whose embeddings a chunk needs is due. It is encoded in the iteration of the chunk, before its tokens, if the
-iteration's budget allows it; otherwise the chunk ends before the image. A prompt holds the embeddings from then until
-all tokens of the image are confirmed, or until it loses its slot. The pool keeps them for later prompts while it can.
+Images are encoded while iterations run, the next one of each prompt first, up to half of the pool. A chunk ends before
+an image whose embeddings are not there yet. A prompt holds the embeddings from the start of the encoding until all
+tokens of the image are confirmed, or until it loses its slot. The pool keeps them for later prompts while it can.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import numpy as np
 
 from weft.engine.errors import RequestError
 from weft.engine.model.vision.family import Vision
-from weft.engine.runner.iteration.batch import I32, Batch, EncodeJob, ImageInputs, StepResult
+from weft.engine.runner.device.image_rows import ImageRows
+from weft.engine.runner.iteration.batch import I32, Batch, EncodeJob, ImageInputs
 from weft.engine.scheduling.image_rows import RowPool
 from weft.engine.scheduling.request import PromptImage, Request, Rows
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.wire import messages
-from weft.engine.wire.messages import ImageStats
+from weft.engine.wire.messages import Finish, ImageStats
 from weft.engine.wire.page_keys import image_key, image_parts
 from weft.engine.wire.pixels import PixelShelf
 
@@ -31,18 +32,17 @@ GONE = "the pixels of an image are gone: send the request again"
 
 
 class Images:
-    """The images of one scheduler's requests. Only for models that take any.
+    """The images of one scheduler's requests. Only for models that take any."""
 
-    capacity: rows of the runner's pool. budget: embeddings to encode per iteration; one image is always allowed."""
-
-    def __init__(self, slots: SlotTable, vision: Vision, capacity: int, budget: int, shelf: PixelShelf | None) -> None:
-        self._slots, self._vision, self._shelf = slots, vision, shelf
-        self.pool = RowPool(capacity)
-        self._budget, self._left, self._untouched = budget, budget, True
-        self._jobs: list[tuple[EncodeJob, Rows]] = []  # for the next batch
-        self._launched: dict[int, list[Rows]] = {}  # images that an iteration encodes, by step
-        self.refused: dict[Request, str] = {}
-        """Requests that cannot continue, and why. The scheduler ends them."""
+    def __init__(self, slots: SlotTable, vision: Vision, encoder: ImageRows, shelf: PixelShelf | None) -> None:
+        self._slots, self._vision, self._encoder, self._shelf = slots, vision, encoder, shelf
+        self.pool = RowPool(encoder.capacity)
+        self._most, self._pending = encoder.capacity // 2, 0  # Embeddings that may be due at once, and that are.
+        self._encoding: list[Rows] = []
+        self._waiting: set[Request] = set()
+        self._holding: set[Request] = set()  # requests that hold embeddings
+        self.refused: dict[Request, tuple[str, Finish]] = {}
+        """Requests that cannot continue, why, and how they end. The scheduler ends them."""
         self._images = self._tokens = self._queries = self._hits = self._failures = 0
         self._seconds = 0.0
 
@@ -93,8 +93,37 @@ class Images:
     # -- forming an iteration
 
     def begin(self) -> None:
-        """Start to form an iteration."""
-        self._left, self._untouched = self._budget, True
+        """Start to form an iteration: take images that have been encoded, and begin to encode those that are next."""
+        self._take_encoded()
+        self._waiting.clear()
+        s = self._slots
+        for slot in s.in_order(s.prefilling()).tolist():
+            request = s.of(slot)
+            image = next((i for i in request.images if i.end > s.scheduled[slot] and i.rows is None), None)
+            if image is not None and request not in self.refused:
+                self._acquire(request, image)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose next token waits for an image to be encoded."""
+        return len(self._waiting)
+
+    def _take_encoded(self) -> None:
+        for rows in [rows for rows in self._encoding if rows.encoding is not None and rows.encoding.done]:
+            encoding, rows.encoding = rows.encoding, None
+            assert encoding is not None
+            self._encoding.remove(rows)
+            self._pending -= len(rows.rows)
+            self._images += 1
+            self._tokens += len(rows.rows)
+            self._seconds += encoding.seconds
+            if not encoding.failed:
+                continue
+            self._failures += 1
+            self.pool.drop(rows)
+            for request in self._holding:
+                if any(image.rows is rows for image in request.images):
+                    self.refused[request] = UNENCODED, Finish.NONFINITE
 
     def most(self, slot: int, done: int, length: int, *, first: bool) -> int:
         """Return how many of the `length` tokens from `done` on can be computed now. Images that they need and that are
@@ -109,35 +138,41 @@ class Images:
             if image.start >= done + length:
                 break
             if not self._ready(request, image):
+                if first and image.start <= done:
+                    self._waiting.add(request)
                 return max(0, image.start - done)
             if self._vision.bidirectional and image.end > done + length:
                 return image.end - done if first and image.start <= done else max(0, image.start - done)
         return length
 
     def _ready(self, request: Request, image: PromptImage) -> bool:
-        """Return whether the image's embeddings are there when this iteration's tokens are computed."""
-        if image.rows is not None:
-            return True
-        name = (request.salt, image.key)
-        image.rows = self.pool.hold(name)
+        """Return whether the image's embeddings are there."""
         if image.rows is None:
+            self._acquire(request, image)
+        return image.rows is not None and image.rows.encoding is None
+
+    def _acquire(self, request: Request, image: PromptImage) -> None:
+        """Hold the image's embeddings, or begin to encode it, if there is room."""
+        name = (request.salt, image.key)
+        rows = self.pool.hold(name)
+        if rows is None:
             count = len(image.places)
-            if count > self._left and not self._untouched:
-                return False
-            rows = self.pool.allocate(name, count)
-            if rows is None:
-                return False
+            if self._encoding and self._pending + count > self._most:
+                return
+            if (rows := self.pool.allocate(name, count)) is None:
+                return
             if (job := self._job(request, image, rows)) is None:
                 self.pool.drop(rows)
                 self.pool.release(rows)
-                return False
-            image.rows, self._untouched = rows, False
-            self._left -= count
-            self._jobs.append((job, rows))
+                return
+            rows.encoding = self._encoder.begin(job)
+            self._encoding.append(rows)
+            self._pending += count
         else:
             self._hits += 1
+        image.rows = rows
+        self._holding.add(request)
         self._queries += 1
-        return True
 
     def _job(self, request: Request, image: PromptImage, rows: Rows) -> EncodeJob | None:
         """Return the job that encodes an image, with a copy of its pixels. Refuses the request if there are none."""
@@ -147,19 +182,17 @@ class Images:
                 raise FileNotFoundError
             pixels = self._shelf.take(of.file, 3 * sum(h * w for h, w in of.shapes))
         except (OSError, ValueError):
-            self.refused[request] = GONE
+            self.refused[request] = GONE, Finish.REFUSED
             return None
         return EncodeJob(rows.rows, pixels, of.shapes, of.grid)
 
     def inputs(self, batch: Batch) -> Batch:
         """Return the batch with its images and rotary positions."""
-        s, jobs, d = self._slots, self._jobs, batch.num_decodes
+        s, d = self._slots, batch.num_decodes
         deltas = s.rope_delta.take(batch.slots)
         chunks = [(row, s.of(slot)) for row, slot in enumerate(batch.slots[d:].tolist(), d)]
-        if not jobs and not deltas.any() and not any(request.images for _, request in chunks):
+        if not deltas.any() and not any(request.images for _, request in chunks):
             return batch
-        self._jobs = []
-        self._launched[batch.step] = [rows for _, rows in jobs]
         rows = np.full(batch.num_tokens, -1, np.int32)
         rope = until = None
         if self._vision.rope_grid:
@@ -178,7 +211,7 @@ class Images:
             if rope is not None and request.rope is not None:
                 own = request.rope[:, position : position + stop - at]
                 rope[:, at : at + own.shape[1]] = own
-        return batch._replace(images=ImageInputs(tuple(job for job, _ in jobs), rows, rope, until))
+        return batch._replace(images=ImageInputs(rows, rope, until))
 
     @staticmethod
     def _place(image: PromptImage, rows: I32, position: int) -> None:
@@ -191,33 +224,22 @@ class Images:
 
     # -- committing an iteration
 
-    def commit(self, result: StepResult) -> list[Request]:
-        """Take the result of an iteration: images whose tokens are all confirmed are released. Returns the requests
-        whose images could not be encoded, which must end without sharing pages."""
-        s, batch = self._slots, result.batch
-        if (launched := self._launched.pop(batch.step, None)) is None:
-            return []
-        self._images += len(launched)
-        self._tokens += sum(len(rows.rows) for rows in launched)
-        self._seconds += result.encode_seconds
-        broken = [launched[i] for i in result.unencoded]
-        for rows in broken:
-            self.pool.drop(rows)
-        self._failures += len(broken)
-        ended: list[Request] = []
-        for slot in s.running().tolist():
-            request = s.of(slot)
-            if any(image.rows is rows for rows in broken for image in request.images):
-                ended.append(request)
+    def commit(self) -> None:
+        """Release images whose tokens are all confirmed."""
+        for request in list(self._holding):
+            confirmed, holds = self._slots.confirmed[request.slot], False
             for image in request.images:
-                if image.rows is not None and s.confirmed[slot] >= image.end:
+                if image.rows is not None and confirmed >= image.end:
                     self.pool.release(image.rows)
                     image.rows = None
-        return ended
+                holds |= image.rows is not None
+            if not holds:
+                self._holding.discard(request)
 
     def release(self, request: Request) -> None:
         """Release the embeddings of a request that loses its slot."""
         self.refused.pop(request, None)
+        self._holding.discard(request)
         for image in request.images:
             if image.rows is not None:
                 self.pool.release(image.rows)

@@ -15,6 +15,7 @@ from weft.engine.errors import RequestError
 from weft.engine.memory.loads import Loading
 from weft.engine.memory.pages import PagePool, Pages
 from weft.engine.memory.prefix_index import NO_HITS, Hits, PrefixEntry
+from weft.engine.runner.iteration.batch import Encoding
 from weft.engine.scheduling.bad_words import BadWords, only
 from weft.engine.scheduling.grammar import Grammar, Mask
 from weft.engine.scheduling.thinking import ThinkingBound
@@ -31,6 +32,7 @@ class Rows:
     name: tuple[str, bytes]  # salt and key of the image
     rows: npt.NDArray[np.int32]
     references: int = 0
+    encoding: Encoding | None = None  # until the embeddings are there
 
 
 @dataclass(eq=False, slots=True)

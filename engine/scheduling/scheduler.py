@@ -22,7 +22,7 @@ from weft.engine.scheduling.build import build_batch
 from weft.engine.scheduling.chunk_keeper import ChunkKeeper
 from weft.engine.scheduling.fairness import MAX_OVERTAKEN, Fairness
 from weft.engine.scheduling.fences import Fences
-from weft.engine.scheduling.images import UNENCODED, Images
+from weft.engine.scheduling.images import Images
 from weft.engine.scheduling.kept_slots import KeptSlots
 from weft.engine.scheduling.prefills import Prefills
 from weft.engine.scheduling.prefix_reuse import Found, Prefixes, chain_of
@@ -62,7 +62,8 @@ class Scheduler:
         self.prefixes = Prefixes(slots, pool, self.fences, tiers, enabled=prefix_caching, states=self.states)
         self._count_resets: list[CountReset] = []
         self._aborted: list[int] = []
-        self._refused: dict[int, str] = {}  # requests that cannot continue, by handle, until their events are reported
+        self._refused: dict[int, tuple[str, Finish]] = {}
+        """Why requests cannot continue, by handle, until their events are reported."""
         self.preemptions = self.nonfinite_logits = 0
         self.prompt_tokens = self.generation_tokens = self.decode_tokens = self.prefill_tokens = 0
         self.attention = PathCounts()
@@ -173,9 +174,9 @@ class Scheduler:
         self._take_loaded()
         self.pool.retention.expire(time.monotonic())
         if self.images is not None:
-            for request, why in list(self.images.refused.items()):
-                self._refuse(request, why)
             self.images.begin()
+            for request, (why, how) in list(self.images.refused.items()):
+                self._refuse(request, why, how)
         self._free_slots()
         decodes = self._schedule_decodes()
         budget, keeper = self.max_num_batched_tokens - len(decodes), self.chunk_keeper
@@ -372,10 +373,6 @@ class Scheduler:
         computed = batch.query_len
         sampled = live[batch.sampled_rows]
         nonfinite, not_finite = events.nonfinite_results(result)
-        unencoded = self.images.commit(result) if self.images is not None else []
-        if unencoded:
-            missing = np.isin(batch.slots, [request.slot for request in unencoded])
-            not_finite = not_finite | missing[batch.sampled_rows]
         verified = batch.verified
         if verified is not None:
             sampled &= verified.reached(verified.ends(result.tokens, not_finite))
@@ -406,9 +403,6 @@ class Scheduler:
         nonfinite &= live
         nonfinite[token_rows[bad]] = True
         self.nonfinite_logits += int(nonfinite.sum())
-        if unencoded:
-            self.nonfinite_logits -= int((nonfinite & missing).sum())
-            nonfinite |= live & missing
         handles = s.handle.take(token_slots)
         self.generation_tokens += len(tokens) - int(bad.sum())
         self.decode_tokens += batch.decode_tokens
@@ -419,9 +413,10 @@ class Scheduler:
         logprobs = events.token_logprobs(s, result, sampled)
         nonfinite_slots = batch.slots[nonfinite]
         nonfinite_handles = self._drop_nonfinite(nonfinite_slots, token_slots[bad], scored_prompts, errors)
-        errors.update({r.handle: UNENCODED for r in unencoded if r.handle in errors})
         if self.prefix_caching:
             self.prefixes.publish(slots)
+        if self.images is not None:
+            self.images.commit()
         started = [self._start(int(slot)) for slot in token_slots[index == s.prompt_len.take(token_slots)]]
         for slot in s.outgrown(slots):
             self.fences.release_after(int(s.last_step[slot]), -1, s.give_back(slot))
@@ -429,9 +424,6 @@ class Scheduler:
             self._finish(slot)
         for slot in nonfinite_slots.tolist():
             self._give_up(slot)
-        for request in unencoded:
-            if not request.ended:  # one that is not in this batch
-                self._refuse(request, UNENCODED)
         scored = self._scored(slots, nonfinite_slots)
         ends, pooled = s.handle[scored], dict[int, bytes]()
         for slot in scored.tolist():
@@ -479,9 +471,9 @@ class Scheduler:
         self._retire(slot)
         self._waiting.release_siblings(request)
 
-    def _refuse(self, request: Request, why: str) -> None:
+    def _refuse(self, request: Request, why: str, how: Finish = Finish.REFUSED) -> None:
         """End a running request that cannot continue."""
-        self._refused[request.handle] = why
+        self._refused[request.handle] = why, how
         self._give_up(request.slot)
 
     def idle_events(self) -> events.Events:
@@ -491,8 +483,11 @@ class Scheduler:
     def _with_aborts(self, reported: events.Events) -> events.Events:
         aborted, self._aborted = self._aborted, []
         refused, self._refused = self._refused, {}
-        reported.errors.update(refused)
-        return reported.with_ends(aborted, Finish.ABORT).with_ends(list(refused), Finish.REFUSED)
+        reported.errors.update({handle: why for handle, (why, _) in refused.items()})
+        reported = reported.with_ends(aborted, Finish.ABORT)
+        for finish in (Finish.REFUSED, Finish.NONFINITE):
+            reported = reported.with_ends([handle for handle, (_, how) in refused.items() if how is finish], finish)
+        return reported
 
     def _start(self, slot: int) -> Started:
         request = self.slots.of(slot)
@@ -552,7 +547,8 @@ class Scheduler:
         return SchedulerStats(
             running=self.num_running, slot_limit=self.slots.limit, slot_limit_changes=self.slot_limit_changes,
             waiting=self.num_waiting,
-            queue={**self._waiting.by_reason(), "load": loading, "grammar": compiling, "adapter": adapter},
+            queue={**self._waiting.by_reason(), "load": loading, "grammar": compiling, "adapter": adapter,
+                   "encoder": 0 if self.images is None else self.images.num_waiting},
             pages_held=pool.num_held, pages_cached=pool.num_cached, pages_total=pool.capacity,
             retained_pages=len(pool.retention), retentions_displaced=pool.retention.displaced,
             prefix_queried_tokens=self.prefixes.stats.queried, prefix_hit_tokens=sum(self.prefixes.stats.hits),

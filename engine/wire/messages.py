@@ -281,7 +281,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     queue: dict[str, int] = {}
     """Waiting requests by reason: slots, pages, tokens (no token budget in the iteration), sibling (another request
     computes the same prompt), grammar (being compiled), load (KV pages being loaded to the GPU), adapter (not in
-    memory)."""
+    memory), encoder (an image is being encoded)."""
     pages_held: int = 0
     pages_cached: int = 0
     pages_total: int = 0

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -176,6 +177,21 @@ def _nvidia_smi() -> list[str]:
     return [", driver ".join(part.strip() for part in line.split(",", 1)) for line in lines]
 
 
+def images(_: argparse.Namespace) -> Iterator[Finding]:
+    """Check Pillow, and torchvision: one that does not fit torch breaks the import of every transformers model."""
+    if find_spec("torchvision") is not None:
+        command = (sys.executable, "-P", "-c", "import torchvision")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        if done.returncode:
+            why = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            do = "uninstall torchvision, or install the version for this torch; weft does not need it"
+            yield Finding("torchvision", "bad", f"cannot be imported: {why[:200]}", do)
+    if find_spec("PIL") is None:
+        yield Finding("images", "ok", f"Pillow is missing: models take text only ({install_hint('vision')})")
+    else:
+        yield Finding("images", "ok", f"Pillow {version('pillow')}")
+
+
 def caches(_: argparse.Namespace) -> Iterator[Finding]:
     """Check the folders of compiled and tuned kernels."""
     try:
@@ -308,7 +324,7 @@ def hub(_: argparse.Namespace) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[argparse.Namespace], Iterator[Finding]], ...] = (
-    python, packages, processor, gpu, caches, temporary, files, port, disk, hub,
+    python, packages, processor, gpu, images, caches, temporary, files, port, disk, hub,
 )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ CUTS = ("slo", "least", "waited")
 """Limits that decide how --itl-slo cuts prefill (`engine.scheduling.chunk_limit.BOUNDS`)."""
 ATTENTION = ("decodes", "chunks", "serial", "pod", "pod_in_turn", "pod_tiles", "pod_together", "pipeline")
 ATTENTION_PARTS = ("split_decodes", "cut_chunks")  # Attention paths and split work.
-_QUEUE = ("slots", "pages", "tokens", "sibling", "grammar", "load", "adapter")
+_QUEUE = ("slots", "pages", "tokens", "sibling", "grammar", "load", "adapter", "encoder")
 
 _TIER_COUNTERS = (
     ("weft_prefix_cache_hit_tokens", "hit_tokens", "Prompt tokens found in a tier and in no faster one"),

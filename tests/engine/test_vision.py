@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,26 @@ def test_an_encoder_that_fails_ends_its_requests_only(make: Maker, monkeypatch: 
     served.check(other, handles[1])
     monkeypatch.undo()
     assert served.serve([bad]) == [0], "pages of a failed picture are shared"
+
+
+@pytest.mark.parametrize("make", ["idefics3"], indirect=True)
+def test_text_goes_on_while_a_picture_is_encoded(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = make.engine()
+    tower, go_on = served.harness.engine._image_rows.tower, threading.Event()
+    encode = tower.encode
+    monkeypatch.setattr(tower, "encode", lambda *of: encode(*of) if go_on.wait(60) else None)
+    prompts = [make.prompt(make.text(3), make.picture(1), make.text(3)), make.prompt(make.text(9))]
+    handles = [served.harness.add(p.ids, images=p.images, max_tokens=8, logprobs=0, **GREEDY) for p in prompts]
+    while handles[1] not in served.harness.finish:
+        assert not go_on.is_set()
+        served.harness.step()
+    scheduler = served.harness.engine.scheduler
+    assert (scheduler.stats().queue["encoder"], served.images.stats().encoded) == (1, 0)
+    go_on.set()
+    served.harness.run()
+    for prompt, handle in zip(prompts, handles, strict=True):
+        served.check(prompt, handle)
+    assert scheduler.stats().queue["encoder"] == 0
 
 
 @pytest.mark.parametrize("make", ["qwen2.5-vl", "qwen3-vl"], indirect=True)

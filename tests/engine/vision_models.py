@@ -257,15 +257,31 @@ KINDS = {
 }
 
 
-def write_checkpoint(kind: str, path: Path) -> Path:
-    """Write a random checkpoint whose answers depend on its pictures."""
-    config = KINDS[kind].config()
+def _widened(config: Any) -> Any:
+    """Return the configuration with sizes that GPU kernels need."""
+    text = config.get_text_config()
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4}
+    for name, value in {**sizes, "head_dim": 64}.items():
+        setattr(text, name, value)
+    if "mrope_section" in (text.rope_parameters or {}):
+        text.rope_parameters["mrope_section"] = [8, 12, 12]
+    if config.model_type == "qwen2_5_vl":
+        config.vision_config.hidden_size = 64  # heads of 16
+    for name in ("out_hidden_size", "hidden_size" if config.model_type == "qwen2_vl" else ""):
+        if hasattr(config.vision_config, name):
+            setattr(config.vision_config, name, 512)
+    return config
+
+
+def write_checkpoint(kind: str, path: Path, *, wide: bool = False) -> Path:
+    """Write a random checkpoint whose answers depend on its pictures. wide: with sizes for GPUs."""
+    config = _widened(KINDS[kind].config()) if wide else KINDS[kind].config()
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         model = AutoModelForImageTextToText.from_config(config).float().eval()
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.data.normal_(0, 0.15)
+                parameter.data.normal_(0, 0.05 if wide else 0.15)
         # An answer with the id of a placeholder would be one more image to the oracle.
         model.get_output_embeddings().weight.data[PLACEHOLDER : PLACEHOLDER + 4] = 0
     model.save_pretrained(path)

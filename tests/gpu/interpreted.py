@@ -109,8 +109,10 @@ def interpreted_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(attention_backends, "check", lambda *_: None)
     monkeypatch.setattr(attention_backends, "choose", lambda *_: "triton")
 
-    def make(spec: Any, weights: Any, _: Any, config: Any, progress: Any, *__: Any, **___: Any) -> Any:
-        return cuda_runner.CudaRunner(spec, weights, config, progress)
+    def make(
+        spec: Any, weights: Any, _: Any, config: Any, progress: Any, *__: Any, image_rows: Any = None, **___: Any
+    ) -> Any:
+        return cuda_runner.CudaRunner(spec, weights, config, progress, image_rows=image_rows)
 
     monkeypatch.setattr(loading, "make_runner", make)
     monkeypatch.setattr(loading.CompileJob, "begin", lambda *_: None)

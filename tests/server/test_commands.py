@@ -33,7 +33,7 @@ from weft.engine.errors import ConfigError, WeftError
 from weft.engine.runner.device.compile_job import use_cache
 from weft.server.commands.chat import _piped, shown
 from weft.server.commands.completion import script, walk
-from weft.server.commands.doctor import caches, port
+from weft.server.commands.doctor import caches, images, port
 from weft.server.commands.endpoint import Endpoint
 from weft.server.commands.models import find
 from weft.server.config import ServeConfig
@@ -417,6 +417,16 @@ def test_doctor_checks_the_servers_kernel_cache(tmp_path: Path, monkeypatch: pyt
     assert found["compiled kernels"].what == os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "weft" / "triton")
     monkeypatch.setattr(os, "environ", {"WEFT_CACHE_DIR": str(tmp_path / "kept")})
     assert next(caches(argparse.Namespace())).what == str(tmp_path / "kept")
+
+
+def test_doctor_finds_a_torchvision_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('operator nms does not exist')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
+    broken, pillow = images(argparse.Namespace())
+    assert (broken.name, broken.state, pillow.state) == ("torchvision", "bad", "ok")
+    assert "operator nms does not exist" in broken.what
 
 
 def test_doctor_names_a_variable_that_no_server_reads(monkeypatch: pytest.MonkeyPatch) -> None:

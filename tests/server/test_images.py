@@ -21,6 +21,8 @@ from stub import Script, Server, serving
 from weft.engine.images.rules import rule_of
 from weft.engine.wire.messages import Image
 from weft.engine.wire.pixels import PixelShelf
+from weft.server.api.media.decoded import Decoded, DecodedImages, Key
+from weft.server.api.media.decoders import Decoders
 from weft.server.api.media.prepare import cut, open_image, to_rgb
 from weft.server.commands.chat import Conversation
 from weft.server.commands.endpoint import Endpoint
@@ -142,6 +144,40 @@ async def test_digests_depend_on_the_file_and_the_detail(seeing: Server) -> None
     assert len({image.digest for image in first}) == 3
     assert first[0].digest == again[0].digest
     assert len(first[0].digest) == hashlib.sha256().digest_size
+
+
+async def test_an_image_that_comes_again_is_not_decoded_again(
+    seeing: Server, shelf: PixelShelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless another salt or detail comes with it. The engine gets the same pixels."""
+    opened, open_ = [], Decoders.open
+    monkeypatch.setattr(Decoders, "open", lambda self, data, *more: opened.append(data) or open_(self, data, *more))
+    data, pixels = file_of(picture(seed=31)), []
+    for salt, detail in (("a", "auto"), ("a", "auto"), ("b", "auto"), ("a", "low"), ("b", "auto")):
+        seeing.engine.script = Script(gate=asyncio.Event())
+        seeing.engine.added.clear()
+        asked = asyncio.create_task(answered(seeing, part(data, detail=detail), cache_salt=salt))
+        await seeing.settle(lambda: bool(seeing.engine.added))
+        (image,) = seeing.engine.added[0].images
+        pixels.append(shelf.take(image.file, 3 * sum(h * w for h, w in image.shapes)))
+        seeing.engine.script.gate.set()
+        await asked
+    assert len(opened) == 3
+    assert pixels[0] == pixels[1] == pixels[2] == pixels[4] == tiles_of(data, (20, 10))
+    assert pixels[3] != pixels[0]
+
+
+async def test_decoded_images_are_bounded() -> None:
+    kept = DecodedImages(limit=100)
+    keys = [Key("", "auto", bytes([i])) for i in range(4)]
+    plan = rule().plan(20, 10)
+    for key in keys[:2]:
+        kept.put(key, Decoded(plan, bytes(40)))
+    assert kept.get(keys[0]) is not None  # so the other one is dropped first
+    kept.put(keys[2], Decoded(plan, bytes(40)))
+    kept.put(keys[3], Decoded(plan, bytes(101)))
+    assert [kept.get(key) is not None for key in keys] == [True, False, True, False]
+    assert kept.num_bytes == 80
 
 
 async def test_low_detail_is_one_tile(seeing: Server) -> None:
@@ -376,7 +412,7 @@ async def test_images_are_counted(seeing: Server) -> None:
         'weft_images_total{source="data",outcome="refused"}',
     )
     before = [value(name) for name in (ready, bad, "weft_image_pixels_total", "weft_image_decode_seconds_count")]
-    await answered(seeing, part(RED))
+    await answered(seeing, part(file_of(picture(seed=32))))
     seeing.engine.added.clear()
     await refused(seeing, part(b""))
     after = [value(name) for name in (ready, bad, "weft_image_pixels_total", "weft_image_decode_seconds_count")]

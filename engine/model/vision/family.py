@@ -42,6 +42,10 @@ class Vision(ABC):
         tower cannot take them."""
 
     @abstractmethod
+    def example(self, tokens: int) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+        """Return shapes of tiles and the grid of an image with about this many embeddings, to measure its memory."""
+
+    @abstractmethod
     def parts(self, model: Any) -> nn.ModuleDict:
         """Return the modules of `transformers`' model that compute embeddings."""
 
@@ -84,6 +88,11 @@ class Normalisation:
             raise ModelError(f"{path}: image_mean, image_std or rescale_factor is of the wrong kind") from None
         if given.get("do_normalize") is False:
             self._mean, self._std = torch.zeros(3, 1, 1), torch.ones(3, 1, 1)
+
+    def to(self, device: Any) -> Self:
+        """Move its constants to a device."""
+        self._mean, self._std = self._mean.to(device), self._std.to(device)
+        return self
 
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return `[3, h, w]` float32 for pixels `[h, w, 3]` uint8."""

@@ -32,6 +32,9 @@ class Gemma3(Vision):
             raise ValueError("it has several tiles")
         return self.tokens
 
+    def example(self, tokens: int) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:  # noqa: ARG002
+        return ((self.side, self.side),), (1,)
+
     def parts(self, model: Any) -> nn.ModuleDict:
         from torch import nn
 

@@ -29,6 +29,9 @@ class Idefics3(Vision):
         equal_squares(shapes, self.side)
         return len(shapes) * self.tokens
 
+    def example(self, tokens: int) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+        return ((self.side, self.side),) * max(1, tokens // self.tokens), (0, 0)
+
     def parts(self, model: Any) -> nn.ModuleDict:
         from torch import nn
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isqrt
 from typing import TYPE_CHECKING, Any, Self
 
 from weft.engine.errors import ModelError
@@ -38,6 +39,10 @@ class Mistral3(Vision):
         if height % self.unit or width % self.unit or max(height, width) > self.largest:
             raise ValueError(f"its sides are not multiples of {self.unit} up to {self.largest} pixels")
         return height * width // self.unit**2
+
+    def example(self, tokens: int) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+        side = max(1, min(isqrt(tokens), self.largest // self.unit))
+        return ((side * self.unit, side * self.unit),), (side, side)
 
     def parts(self, model: Any) -> nn.ModuleDict:
         from torch import nn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isqrt
 from typing import TYPE_CHECKING, Any, Self
 
 from weft.engine.model.vision.family import Shapes, Vision, whole
@@ -44,6 +45,10 @@ class QwenVl(Vision):
             raise ValueError(f"its grid {height} x {width} is no multiple of {self.rope_grid}")
         return height * width // self.rope_grid**2
 
+    def example(self, tokens: int) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+        side = self.rope_grid * max(1, isqrt(tokens))
+        return ((side * self.patch, side * self.patch),), (1, side, side)
+
     def parts(self, model: Any) -> nn.ModuleDict:
         from torch import nn
 
@@ -53,7 +58,7 @@ class QwenVl(Vision):
         import torch
 
         (tile,) = tiles
-        made = parts["tower"](self._patches(tile, grid), grid_thw=torch.tensor([grid]))
+        made = parts["tower"](self._patches(tile, grid), grid_thw=torch.tensor([grid], device=tile.device))
         further = getattr(made, "deepstack_features", None) or ()
         return torch.stack((made.pooler_output, *further), 1)
 

@@ -115,7 +115,6 @@ class CpuRunner:
                 spec, weights, self.kv, attention, states=config.states, invariant=config.batch_invariant,
                 collectives=collectives, image_rows=image_rows, dtype=config.compute_dtype, adapts=config.adapters,
             )  # fmt: skip
-        self._image_rows = image_rows
         self._last_token = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=config.device)
         self._sampling = Sampling(config.device, config.max_num_seqs, spec.vocabulary, collectives)
         self._num_threads = config.cpu_threads
@@ -171,9 +170,6 @@ class CpuRunner:
             token_ids[torch.from_numpy(unknown)] = self._last_token[torch.from_numpy(slots.astype(np.int64))]
         else:
             token_ids[:d] = self._last_token[torch.from_numpy(batch.slots[:d].astype(np.int64))]
-        seconds, unencoded = 0.0, tuple[int, ...]()
-        if batch.images is not None and self._image_rows is not None:
-            seconds, unencoded = self._image_rows.encode(batch.images.jobs)
         x, sumsq = self._executor.forward(self._executor.inputs(batch, token_ids))
         prompt_scores = [self._prompt_scores(x, sumsq, prompt) for prompt in batch.prompt_logprobs]
         states = pooled(
@@ -183,9 +179,8 @@ class CpuRunner:
         self._last_end = time.perf_counter()
         return StepResult(
             batch, tokens.numpy().astype(np.int32), None if scores is None else scores.read(),
-            tuple(s.read() for s in prompt_scores), self._last_end - begin - seconds, idle_seconds,
-            nonfinite=nonfinite.numpy(), pooled=None if states is None else states.numpy(), encode_seconds=seconds,
-            unencoded=unencoded,
+            tuple(s.read() for s in prompt_scores), self._last_end - begin, idle_seconds,
+            nonfinite=nonfinite.numpy(), pooled=None if states is None else states.numpy(),
         )  # fmt: skip
 
     def _sample(self, x: Tensor, sumsq: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Scores | None]:

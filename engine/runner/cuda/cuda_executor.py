@@ -149,6 +149,8 @@ class CudaExecutor(SampleBuffers):
             positions=column["positions"], centred=self.spec.norm.centred, out=self.x[:tokens],
             sumsq=self._layers.sumsq[:, :tokens], **self._layers.embedding_outputs(pipeline),
         )  # fmt: skip
+        if (images := self._layers.images) is not None:
+            images.begin(self.x[:tokens], self._layers.sumsq[:1, :tokens])
 
     def _head(self, sum_counts: list[int], pipeline: Pipeline, num_rows: int) -> None:
         column, count, spec, weights = self.inputs.column, self.inputs.count, self.spec, self.weights

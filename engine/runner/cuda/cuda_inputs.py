@@ -155,6 +155,14 @@ class DeviceInputs:
         for name, values, filler in columns:
             host[name][:t] = values[order]
             host[name][t:bucket] = filler
+        if "image_rows" in host:
+            host["image_rows"][:t] = -1 if batch.images is None else batch.images.rows[order]
+            host["image_rows"][t:bucket] = -1
+        if "rope_positions" in host:
+            three = host["rope_positions"].reshape(3, -1)
+            given = None if batch.images is None else batch.images.positions
+            three[:, :t] = batch.positions[order] if given is None else given[:, order]
+            three[:, t:bucket] = 0
 
     def _write_attention(
         self, host: dict[str, np.ndarray], batch: Batch, pipeline: Pipeline, grid: AttentionGrid, assigned: Assignment
@@ -215,8 +223,8 @@ def _prefill_slots(spec: ModelSpec, config: ResolvedConfig) -> int:
     return PARTIAL_ROWS // shape.num_kv_heads if cuts_prefill(shape) else 0
 
 
-def device_inputs(spec: ModelSpec, config: ResolvedConfig, nano_batches: int) -> DeviceInputs:
-    """Return the inputs of a runner. nano_batches: maximum over its pipelines."""
+def device_inputs(spec: ModelSpec, config: ResolvedConfig, nano_batches: int, *, images: bool = False) -> DeviceInputs:
+    """Return the inputs of a runner. nano_batches: maximum over its pipelines. images: whether the model takes any."""
     slots, pages = config.max_num_seqs, -(-config.max_model_len // config.kv.page_size)
     rows = config.max_sampled
     parts = rows * -(-config.max_model_len // INVARIANT_SPLIT_TOKENS) if config.batch_invariant else 1024
@@ -228,6 +236,7 @@ def device_inputs(spec: ModelSpec, config: ResolvedConfig, nano_batches: int) ->
         unpacked = -(-tokens // config.kv.page_size), config.kv.page_size
     layout = Layout.of(
         config.max_num_batched_tokens, rows, spec.heads_per_kv, nano_batches, parts, windows, unpacked,
-        _prefill_slots(spec, config), config.pod, config.drafting is not None,
+        _prefill_slots(spec, config), config.pod, config.drafting is not None, images=images,
+        rope=images and any(rope.sections for rope in spec.ropes),
     )  # fmt: skip
     return DeviceInputs(layout, config.device, slots, pages)

@@ -20,6 +20,7 @@ from weft.engine.plans.plan import serial_period
 from weft.engine.runner.cuda.cuda_experts import ExpertLayers, Fp8ExpertLayers
 from weft.engine.runner.cuda.cuda_fp8 import Fp8Layers
 from weft.engine.runner.cuda.cuda_fp8_unfused import UnfusedFp8Layers
+from weft.engine.runner.cuda.cuda_images import CudaImages
 from weft.engine.runner.cuda.cuda_inputs import DeviceInputs
 from weft.engine.runner.cuda.layer_launch import OperationLaunch, Rows, rows_of
 from weft.engine.runner.cuda.rank_sums import RankSums
@@ -52,10 +53,11 @@ class CudaLayers:
     def __init__(
         self, spec: ModelSpec, weights: Weights, inputs: DeviceInputs, dtype: torch.dtype,
         attention: AttentionBackend[Any], *, invariant: bool = False, collectives: DeviceCollectives | None = None,
-        kv_scales: KvScales | None = None,
+        kv_scales: KvScales | None = None, images: Tensor | None = None,
     ) -> None:  # fmt: skip
         """invariant: the order of accumulation in GEMMs, sums of squares and attention does not depend on the batch.
-        collectives: given for one of several ranks, whose GEMMs write partial sums. kv_scales: scales of e4m3 pages."""
+        collectives: given for one of several ranks, whose GEMMs write partial sums. kv_scales: scales of e4m3 pages.
+        images: the pool of embeddings of images, if the model takes any."""
         self.spec, self.weights, self.inputs = spec, weights, inputs
         self.collectives = collectives
         self.attention, self.invariant = attention, invariant
@@ -97,6 +99,7 @@ class CudaLayers:
         self.whole, self.kept = self._rows(activations)
         self.activations = self.whole.activations
         self.gemm_space = workspace(device, elements=1 << 26)
+        self.images = None if images is None else CudaImages(spec, weights, inputs, images)
         self.steps: list[Any] = [self._attention_step(k) for k in range(inputs.layout.nano_batches)]
         """The attention back end's steps, one for each nano-batch."""
         self.kept_steps = [self._step_of_kept_tiles(k, step) for k, step in enumerate(self.steps)]
@@ -153,6 +156,8 @@ class CudaLayers:
 
     def launch(self, it: OperationLaunch) -> None:
         self._launchers[it.operation.name](self, it)
+        if self.images is not None and self.images.adds_after(it):
+            self.images.add(it)
 
     def _attention_step(self, nano: int) -> TritonStep:
         """Return a nano-batch's work lists with separate scratch, because two nano-batches may run at once."""
@@ -207,8 +212,11 @@ class CudaLayers:
     def _qkv(self, it: OperationLaunch) -> None:
         own, w, column, eps = it.tokens, it.projection, self.inputs.column, self.spec.norm.eps
         x, sums, raw = it.rows.activations[it.operation.source][own], self._stream_sums(it), self._raw_of("qkv", own)
+        rotary, positions = self.weights.rotary[self.spec.rotary_table(it.layer)], column["positions"]
+        if self.images is not None:
+            rotary, positions = self.images.rotary(it.layer) or (rotary, positions)
         heads = (
-            self.weights.rotary[self.spec.rotary_table(it.layer)], column["positions"][own],
+            rotary, positions[own],
             column["slot_mapping"][own], it.kv, it.layer, self.spec.num_heads, w.q_norm, w.k_norm,
         )  # fmt: skip
         scales: dict[str, Any] = {} if self._kv_scales is None else {"kv_scales": self._kv_scales}

@@ -29,6 +29,7 @@ from weft.engine.runner.cuda.cuda_layers import CudaLayers
 from weft.engine.runner.cuda.layer_launch import Fused
 from weft.engine.runner.device.collectives import RankGroup
 from weft.engine.runner.device.compile_job import CompileJob
+from weft.engine.runner.device.image_rows import ImageRows
 from weft.engine.runner.device.preparation import PipelineWork, Preparation, Step
 from weft.engine.runner.device.sampling import Sampling, Scores, pooled
 from weft.engine.runner.iteration.attention_lists import AttentionGrid
@@ -139,15 +140,17 @@ class CudaRunner:
     def __init__(
         self, spec: ModelSpec, weights: Weights | TransformersModule, config: ResolvedConfig,
         progress: Progress | None = None, compiling: CompileJob | None = None, rank_group: RankGroup | None = None,
+        image_rows: ImageRows | None = None,
     ) -> None:  # fmt: skip
         """compiling: compiles pipelines that are not waited for; None: all kernels are in the cache. rank_group: the
-        other ranks, which must create their runners at once and launch the same iterations in the same order."""
+        other ranks, which must create their runners at once and launch the same iterations in the same order.
+        image_rows: the embeddings of images, if the model takes any."""
         self.spec, self.weights, self.config = spec, weights, config
         self._grid = AttentionGrid(
             spec.num_kv_heads, spec.heads_per_kv, PER_SM, INVARIANT_SPLIT_TOKENS if config.batch_invariant else 0,
             config.kv.page_size,
         )  # fmt: skip
-        self._rank_group = rank_group
+        self._rank_group, self._image_rows = rank_group, image_rows
         report = progress or _no_progress
         device = config.device
         self._device = device
@@ -160,7 +163,7 @@ class CudaRunner:
         memory = self._make_sleepable_memory() if config.sleeps else None
         self.sleepable = memory or Sleepless()
         with torch.cuda.device(device), torch.cuda.stream(self.stream), torch.inference_mode():
-            self._inputs = device_inputs(spec, config, self._pipelines.nano_batches)
+            self._inputs = device_inputs(spec, config, self._pipelines.nano_batches, images=image_rows is not None)
             self._host_attention: HostAttention[Any] | None = None
             # Why the model runs eagerly; "" if it is captured.
             self._eager = "--enforce-eager" if config.enforce_eager else ""
@@ -181,6 +184,8 @@ class CudaRunner:
             now = self._pipelines.serial if later else list(self._pipelines)
             self._reserve = RESERVE_BYTES + len(later) * PIPELINE_BYTES
             self._warm_up(now, report)
+            if image_rows is not None and image_rows.device.type == "cuda":
+                self._reserve += image_rows.warm_up()
             self.kv = self._allocate(self._measure_pages(), memory)
             self._graphs: dict[int, _Graphs] = {}
             for done, pipeline in enumerate(now):
@@ -215,6 +220,7 @@ class CudaRunner:
         layers = CudaLayers(
             spec, weights, self._inputs, config.compute_dtype, attention, invariant=config.batch_invariant,
             collectives=None if self._rank_group is None else self._rank_group.device, kv_scales=scales,
+            images=None if self._image_rows is None else self._image_rows.rows,
         )  # fmt: skip
         return CudaExecutor(layers)
 
@@ -231,6 +237,8 @@ class CudaRunner:
             try:
                 sleepable = cuda_sleepable_memory(self._device)
                 sleepable.adopt_weights(self.weights.tensors())
+                if self._image_rows is not None:
+                    sleepable.adopt_weights(self._image_rows.tower.tensors())
             except (OSError, AttributeError, DriverFailed) as error:
                 notice(f"the model cannot release its memory to sleep: {error}")
                 return None

@@ -1,32 +1,47 @@
-"""`ImageRows`: the pool of embeddings of images on the device, and the tower that fills it."""
+"""`ImageRows`: the pool of embeddings of images on the device, and the tower that fills it on its own thread."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import threading
 import time
-from collections.abc import Sequence
+from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from weft.engine.runner.iteration.batch import EncodeJob
+from weft.engine.runner.iteration.batch import EncodeJob, Encoding
 
 if TYPE_CHECKING:
     from weft.engine.model.vision.tower import Tower  # imports transformers, which takes seconds
 
+NICENESS = 5  # of the threads that encode on a CPU, so that decodes go first
+RESERVED_TOKENS = 4096  # embeddings of an image whose activations GPU memory is reserved for
 log = logging.getLogger("weft.engine")
 
 
 class ImageRows:
     """`rows [capacity, 1 + deepstack, H]` in the dtype of activations. The scheduler decides which image gets which
-    rows (`scheduling.image_rows`)."""
+    rows (`scheduling.image_rows`).
 
-    def __init__(self, tower: Tower, capacity: int, hidden_size: int, dtype: torch.dtype) -> None:
+    Images are encoded one at a time on a thread, while iterations run. The thread ends when no image is left: on a CPU,
+    its OpenMP team would slow down the runner's (`CpuRunner`). On a GPU it has its own stream."""
+
+    def __init__(self, tower: Tower, capacity: int, hidden_size: int, dtype: torch.dtype, threads: int = 0) -> None:
+        """threads: those of an encoder on a CPU."""
         self.tower, self.capacity = tower, capacity
         self._shape, self._dtype = (capacity, 1 + tower.vision.deepstack, hidden_size), dtype
         self._rows: Tensor | None = None
+        self.device = tower.device
+        self._threads = threads
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._queue: deque[tuple[EncodeJob, Encoding]] = deque()
+        self._thread: threading.Thread | None = None
+        self._lock, self._ended = threading.Lock(), threading.Event()
 
     @property
     def num_bytes(self) -> int:
@@ -35,32 +50,89 @@ class ImageRows:
 
     @property
     def rows(self) -> Tensor:
-        if self._rows is None:
+        if self._rows is None and self.device.type == "cuda":
+            self._rows = torch.zeros(self._shape, dtype=self._dtype, device=self.device)
+        elif self._rows is None:
             # The system maps zeroed pages on first touch, so rows that no image used take no memory.
             self._rows = torch.from_numpy(np.zeros(self.num_bytes, np.uint8)).view(self._dtype).view(self._shape)
         return self._rows
 
     def free(self) -> None:
-        """Free the pool until it is next needed: the model sleeps."""
-        self._rows = None
+        """Free the pool until it is next needed: the model sleeps. Graphs on a GPU keep its address."""
+        if self.device.type != "cuda":
+            self._rows = None
 
-    def encode(self, jobs: Sequence[EncodeJob]) -> tuple[float, tuple[int, ...]]:
-        """Encode images into their rows. Returns the seconds, and the indices of jobs that failed; their rows are
-        zero."""
-        begin = time.perf_counter()
-        failed = []
-        for i, job in enumerate(jobs):
-            at = torch.from_numpy(job.rows.astype(np.int64))
-            try:
-                made = self.tower.encode(job.pixels, job.shapes, job.grid)
-                if made.shape != (len(at), *self._shape[1:]):
-                    raise ValueError(f"embeddings {tuple(made.shape)} for {len(at)} rows of {self._shape[1:]}")
-                if not bool(made.isfinite().all()):
-                    raise ValueError("its embeddings are not finite")
-            except (RuntimeError, ValueError, IndexError, TypeError) as error:  # the tower's code is not ours
-                log.warning("an image of tiles %s could not be encoded: %s", job.shapes[:4], error)
-                self.rows[at] = 0
-                failed.append(i)
-                continue
+    def warm_up(self) -> int:
+        """Encode an image as large as the pool, or the largest that memory is reserved for, without keeping it. Returns
+        the bytes of GPU memory that this took."""
+        shapes, grid = self.tower.vision.example(min(self.capacity, RESERVED_TOKENS))
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.tower.encode(bytearray(3 * sum(h * w for h, w in shapes)), shapes, grid)
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def begin(self, job: EncodeJob) -> Encoding:
+        """Start to encode an image into its rows."""
+        encoding = Encoding()
+        with self._lock:
+            self._queue.append((job, encoding))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="weft-encoder")
+                self._thread.start()
+        return encoding
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until an image has been encoded since the last call. Returns False at once if there is none to come."""
+        if self._thread is None and not self._ended.is_set():
+            return False
+        self._ended.wait(seconds)
+        self._ended.clear()
+        return True
+
+    def drain(self) -> None:
+        """Wait until no image is left."""
+        while (thread := self._thread) is not None:
+            thread.join()
+
+    def close(self) -> None:
+        """Encode no further image, and end the thread."""
+        with self._lock:
+            self._queue.clear()
+        self.drain()
+
+    def _work(self) -> None:
+        if self._stream is None:
+            torch.set_num_threads(max(1, self._threads))
+            with contextlib.suppress(OSError, AttributeError):  # only Linux has priorities of threads
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            while True:
+                with self._lock:
+                    if not self._queue:
+                        self._thread = None
+                        return
+                    job, encoding = self._queue.popleft()
+                begin = time.perf_counter()
+                encoding.failed = not self._encode(job)
+                encoding.seconds = time.perf_counter() - begin
+                encoding.done = True
+                self._ended.set()
+
+    def _encode(self, job: EncodeJob) -> bool:
+        """Encode an image into its rows. Returns False if that failed."""
+        try:
+            at = torch.from_numpy(job.rows.astype(np.int64)).to(self.device)
+            made = self.tower.encode(job.pixels, job.shapes, job.grid)
+            if made.shape != (len(at), *self._shape[1:]):
+                raise ValueError(f"embeddings {tuple(made.shape)} for {len(at)} rows of {self._shape[1:]}")
+            if not bool(made.isfinite().all()):
+                raise ValueError("its embeddings are not finite")
             self.rows[at] = made.to(self._dtype)
-        return time.perf_counter() - begin, tuple(failed)
+            if self._stream is not None:
+                self._stream.synchronize()
+        except Exception as error:  # the tower's code is not ours
+            log.warning("an image of tiles %s could not be encoded: %s", job.shapes[:4], error)
+            return False
+        return True

@@ -91,7 +91,7 @@ class StateRows(NamedTuple):
 
 
 class EncodeJob(NamedTuple):
-    """An image to encode before the iteration's tokens are computed."""
+    """An image to encode before the iteration that computes its tokens."""
 
     rows: I32  # Rows of the pool that receive its embeddings, in order.
     pixels: bytearray
@@ -100,10 +100,18 @@ class EncodeJob(NamedTuple):
     grid: tuple[int, ...]
 
 
+class Encoding:
+    """The state of an `EncodeJob` that was begun. The encoder's thread writes it."""
+
+    def __init__(self) -> None:
+        self.done = False  # Set last.
+        self.failed = False
+        self.seconds = 0.0
+
+
 class ImageInputs(NamedTuple):
     """What images add to an iteration of T tokens."""
 
-    jobs: tuple[EncodeJob, ...]
     rows: I32  # `[T]` row of the pool with the token's embedding; -1: its id's.
     positions: I32 | None = None  # `[3, T]` rotary positions; None: `Batch.positions`.
     until: I32 | None = None
@@ -243,8 +251,6 @@ class StepResult(NamedTuple):
     """`[S]` rows with logits that are not finite, whose tokens are meaningless. None: there are no such rows."""
     pooled: F32 | None = None  # `[P, H]` sums, one row for each of `batch.pooled`; None if the batch pools nothing.
     attention: AttentionPath | None = None  # How attention was computed; None: derive it from the batch.
-    encode_seconds: float = 0.0  # Seconds for images, not part of `seconds`.
-    unencoded: tuple[int, ...] = ()  # Jobs that failed, by their index in `batch.images.jobs`.
 
 
 def uniform_draw(seeds: npt.NDArray[np.uint64], index: I32) -> F32:

@@ -36,6 +36,8 @@ class Layout(NamedTuple):
     """Maximum of FP8 pages per nano-batch that prefill attention unpacks to 16 bits (0: none), and tokens per page."""
     prefill_slots: int = 0
     """Partial sums of prefill tiles that are split along their keys, per nano-batch; 0: tiles are not split."""
+    images: bool = False  # Whether tokens may get embeddings of images.
+    rope: bool = False  # Whether they then have three rotary positions.
     pod: Pod = "off"  # Whether decodes and chunks share one attention launch, if tiles are split.
     verifies: bool = False  # Whether iterations may have drafts.
 
@@ -43,13 +45,13 @@ class Layout(NamedTuple):
     def of(
         cls, max_tokens: int, max_seqs: int, group: int, nano_batches: int = 1, max_part_slots: int = 1024,
         windows: Iterable[int | None] = (None,), unpacked: tuple[int, int] = (0, 0), prefill_slots: int = 0,
-        pod: Pod = "off", verifies: bool = False,
+        pod: Pod = "off", verifies: bool = False, *, images: bool = False, rope: bool = False,
     ) -> Layout:  # fmt: skip
         tiles = -(-max_tokens // (TILE_ROWS // group)) + 2 * max_seqs + 2  # a chunk may begin and end inside one
         items = 2 * max_seqs + max_part_slots
         return cls(
             max_tokens, max_seqs, items, tiles + prefill_slots, max(4096, 2 * max_seqs), nano_batches, max_part_slots,
-            tuple(dict.fromkeys(windows)), unpacked, prefill_slots, pod, verifies,
+            tuple(dict.fromkeys(windows)), unpacked, prefill_slots, images, rope, pod, verifies,
         )  # fmt: skip
 
     @property
@@ -76,6 +78,8 @@ class Layout(NamedTuple):
             "token_slots": (t, False),
             "positions": (t, False),
             "slot_mapping": (t, False),
+            **({"image_rows": (t, False)} if self.images else {}),
+            **({"rope_positions": (3 * t, False)} if self.rope else {}),
             "decode_items": (self.decode_lists * self.max_decode_items * ITEM_FIELDS, False),
             "prefill_items": (prefill_items, False),
             "decoders": (self.nano_batches, False),

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from weft.engine.config import EngineConfig
+from weft.engine.model.directory import read_config
 from weft.engine.model.implementation import choose_spec
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import load_weights
@@ -22,6 +23,7 @@ from weft.engine.runner.device.collectives import MEASURED_STEPS
 from weft.engine.runner.iteration.pipelines import Pipelines
 from weft.engine.runner.options.resolve import ResolvedConfig, resolve, served_as
 from weft.engine.runner.start.gemm_tuning import launch_tuning_candidates
+from weft.engine.runner.start.vision import pool_shape
 from weft.kernels.attention.triton_backend import TritonAttention
 from weft.kernels.common.compilation import Kernel, collect
 from weft.kernels.common.gpu import Gpu, compiling_for, gpu_device
@@ -47,7 +49,8 @@ def kernel_parts(config: EngineConfig, gpu: Gpu) -> list[list[Kernel]]:
         if resolved.attention != "triton":
             return []
         tuned.use(tuned.read_cache(resolved.cache_dir, tuned.machine(gpu_device())))
-        return _parts(spec, resolved, gpu)
+        images = pool_shape(read_config(config.model_path), spec, config, resolved)
+        return _parts(spec, resolved, gpu, images)
 
 
 class MetaExecutor(NamedTuple):
@@ -59,8 +62,11 @@ class MetaExecutor(NamedTuple):
     collectives: PeerCollectives | None
 
 
-def meta_executor(spec: ModelSpec, config: ResolvedConfig, gpu: Gpu) -> MetaExecutor:
-    """Build the executor of `config` without weights. Call inside `compiling_for(gpu)` and inference mode."""
+def meta_executor(
+    spec: ModelSpec, config: ResolvedConfig, gpu: Gpu, images: tuple[int, int, int] | None = None
+) -> MetaExecutor:
+    """Build the executor of `config` without weights. Call inside `compiling_for(gpu)` and inference mode. images:
+    shape of the pool of embeddings."""
     weights = load_weights(
         spec, Path(), device=config.device, dtype=config.weight_dtype, max_positions=config.max_model_len, dummy_seed=0
     )
@@ -72,18 +78,22 @@ def meta_executor(spec: ModelSpec, config: ResolvedConfig, gpu: Gpu) -> MetaExec
     scales = weights.kv_page_scales(spec, config.kv.dtype)
     attention = TritonAttention(config.attention_shape(spec), gpu.sms, scales, batch_invariant=config.batch_invariant)
     layers = CudaLayers(
-        spec, weights, device_inputs(spec, config, pipelines.nano_batches), config.compute_dtype, attention,
+        spec, weights, device_inputs(spec, config, pipelines.nano_batches, images=images is not None),
+        config.compute_dtype, attention,
         invariant=config.batch_invariant, collectives=collectives, kv_scales=scales,
+        images=None if images is None else torch.empty(images, dtype=config.compute_dtype, device=config.device),
     )  # fmt: skip
     kv = torch.empty(config.kv.shape(2), dtype=config.kv.dtype, device=config.device)
     return MetaExecutor(CudaExecutor(layers), pipelines, kv, collectives)
 
 
-def _parts(spec: ModelSpec, config: ResolvedConfig, gpu: Gpu) -> list[list[Kernel]]:
+def _parts(
+    spec: ModelSpec, config: ResolvedConfig, gpu: Gpu, images: tuple[int, int, int] | None
+) -> list[list[Kernel]]:
     tuning = []
     if config.tuning_seconds > 0:
         tuning = collect(lambda: launch_tuning_candidates(spec, config.max_num_batched_tokens, config.cache_dir), gpu)
-    executor, pipelines, kv, collectives = meta_executor(spec, config, gpu)
+    executor, pipelines, kv, collectives = meta_executor(spec, config, gpu, images)
 
     def touch(those: Iterable[Pipeline]) -> None:
         for pipeline in those:

@@ -35,7 +35,7 @@ def make_runner(
 
     options: the options that `config` was resolved from. compiling: a job started for them, which ends here or belongs
     to the runner. rank_group: the other ranks, on GPUs; rank 0 tunes and compiles, and the others load its results.
-    image_rows: the embeddings of images, on a CPU, if the model takes any."""
+    image_rows: the embeddings of images, if the model takes any."""
     if config.device.type == "cuda":
         try:
             from weft.engine.runner.cuda.cuda_runner import CudaRunner
@@ -61,7 +61,7 @@ def make_runner(
                 tune_gemms(spec, config.device, config.max_num_batched_tokens, config.cache_dir, 0.0)
             if rank_group is not None:
                 rank_group.measure()
-            return CudaRunner(spec, weights, config, progress, compiling, rank_group)
+            return CudaRunner(spec, weights, config, progress, compiling, rank_group, image_rows)
         except BaseException:
             if compiling is not None:
                 compiling.stop()

@@ -22,20 +22,37 @@ def served_vision(
     """Return the vision part that this engine serves, or None; prints why a model with one serves text only. raw: the
     `config.json`. Raises `ModelError`."""
     vision = vision_of(raw) if spec.native else None
-    if vision is None:
+    if vision is not None and (why := _lacks(vision, spec, config, resolved)):
+        notice(f"{spec.architecture} serves text only here: images {why}")
         return None
+    return vision
+
+
+def pool_shape(
+    raw: dict[str, Any], spec: ModelSpec, config: EngineConfig, resolved: ResolvedConfig
+) -> tuple[int, int, int] | None:
+    """Return the shape of the pool of embeddings, or None if this engine serves text only. Raises `ModelError`."""
+    vision = vision_of(raw) if spec.native else None
+    if vision is None or _lacks(vision, spec, config, resolved):
+        return None
+    return num_rows(config, resolved), 1 + vision.deepstack, spec.hidden_size
+
+
+def _lacks(vision: Vision, spec: ModelSpec, config: EngineConfig, resolved: ResolvedConfig) -> str:
+    """Return why this engine cannot serve images, or ""."""
+    cuda = resolved.device.type == "cuda"
     lacking = {
-        "run on a CPU only so far": resolved.device.type != "cpu",
+        "that see all of themselves run on a CPU only so far": cuda and vision.bidirectional,
+        "run on a GPU with 16-bit weights only so far": cuda and spec.quantization is not None,
+        "with further embeddings (deepstack) after the last layer do not run on a GPU": (
+            cuda and vision.deepstack >= spec.num_layers
+        ),
         "do not support tensor parallelism yet": config.tensor_parallel_size > 1,
-        "need a checkpoint, not --load-format dummy": config.load_format == "dummy",
         "that see all of themselves do not support --batch-invariant yet": (
             vision.bidirectional and config.batch_invariant
         ),
     }
-    if why := next((text for text, applies in lacking.items() if applies), ""):
-        notice(f"{spec.architecture} serves text only here: images {why}")
-        return None
-    return vision
+    return next((text for text, applies in lacking.items() if applies), "")
 
 
 def num_rows(config: EngineConfig, resolved: ResolvedConfig) -> int:
@@ -52,6 +69,11 @@ def load_image_rows(
     from weft.engine.model.vision.tower import load_tower
 
     phases("loading the vision tower", 0, 1)
-    tower = load_tower(vision, config.model_path, resolved.compute_dtype)
+    tower = load_tower(
+        vision, config.model_path, resolved.compute_dtype, resolved.device,
+        config.seed if config.load_format == "dummy" else None,
+    )  # fmt: skip
     phases("loading the vision tower", 1, 1)
-    return ImageRows(tower, num_rows(config, resolved), spec.hidden_size, resolved.compute_dtype)
+    return ImageRows(
+        tower, num_rows(config, resolved), spec.hidden_size, resolved.compute_dtype, resolved.cpu_threads // 2
+    )

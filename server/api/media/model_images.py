@@ -21,6 +21,7 @@ from weft.engine.images.rules import read_preprocessor, rule_of
 from weft.engine.wire.messages import Image
 from weft.engine.wire.pixels import PixelShelf, ShelfFull
 from weft.server.api.media.addresses import FetchRefused
+from weft.server.api.media.decoded import Decoded, DecodedImages, Key
 from weft.server.api.media.decoders import DecodeFailed, Decoders, DecodersBusy, OpenImage
 from weft.server.api.media.fetch import Fetcher
 from weft.server.api.media.parts import ImagePart
@@ -106,13 +107,17 @@ class ModelImages:
         self.rule = rule
         self._media = media
         self._origin = f"{rule.family} {VERSION} {version('pillow')}".encode()
+        self._decoded = DecodedImages()
 
     async def load(
-        self, images: Mapping[str, Placed], files: OpenFile | None, *, pixels: bool
+        self, images: Mapping[str, Placed], files: OpenFile | None, *, pixels: bool, salt: str = ""
     ) -> tuple[dict[str, Prepared], Shelved]:
-        """Fetch and prepare a request's images, by id. Without `pixels`, only their plans. Raises `ApiError`."""
+        """Fetch and prepare a request's images, by id. Without `pixels`, only their plans. salt: of the client. Raises
+        `ApiError`."""
         shelved = Shelved(self._media.shelf)
-        tasks = {id: asyncio.ensure_future(self._one(placed, files, shelved, pixels)) for id, placed in images.items()}
+        tasks = {
+            id: asyncio.ensure_future(self._one(placed, files, shelved, pixels, salt)) for id, placed in images.items()
+        }
         try:
             await asyncio.gather(*tasks.values())
         except BaseException:
@@ -123,7 +128,7 @@ class ModelImages:
             raise
         return {id: task.result() for id, task in tasks.items()}, shelved
 
-    async def _one(self, placed: Placed, files: OpenFile | None, shelved: Shelved, pixels: bool) -> Prepared:
+    async def _one(self, placed: Placed, files: OpenFile | None, shelved: Shelved, pixels: bool, salt: str) -> Prepared:
         media, part = self._media, placed.part
         source = media.sources.label(part)
         with self._counted(source, placed.param):
@@ -131,19 +136,24 @@ class ModelImages:
             data = await media.sources.read(part, files)
             if source == "url":
                 media.metrics.image_fetch_seconds.observe(time.perf_counter() - begin)
-            async with media.decoders.open(data) as image:
-                begin = time.perf_counter()
-                plan = self._plan(image, part.detail)
-                if not pixels:
-                    return Prepared(plan)
-                digest, tiles = await asyncio.gather(
-                    asyncio.to_thread(self._digest, data, plan, part.detail), image.tiles(plan, self.rule.resample)
-                )
-                media.metrics.image_decode_seconds.observe(time.perf_counter() - begin)
+            content = await asyncio.to_thread(lambda: hashlib.sha256(data).digest())
+            key = Key(salt, part.detail, content)
+            if (known := self._decoded.get(key)) is None:
+                async with media.decoders.open(data) as image:
+                    begin = time.perf_counter()
+                    plan = self._plan(image, part.detail)
+                    if not pixels:
+                        return Prepared(plan)
+                    known = Decoded(plan, await image.tiles(plan, self.rule.resample))
+                    media.metrics.image_decode_seconds.observe(time.perf_counter() - begin)
+                self._decoded.put(key, known)
+            plan, tiles = known
+            if not pixels:
+                return Prepared(plan)
             file = media.shelf.put(media.client, [tiles])
             shelved.names.append(file)
             media.metrics.image_pixels.inc(plan.num_pixels)
-            return Prepared(plan, digest, file)
+            return Prepared(plan, self._digest(content, plan, part.detail), file)
 
     @contextmanager
     def _counted(self, source: str, param: str) -> Iterator[None]:
@@ -172,11 +182,12 @@ class ModelImages:
             raise ImageSizeError(f"{size}, and one side is more than {MAX_RATIO} times as long as the other")
         return self.rule.plan(width, height, detail)
 
-    def _digest(self, data: bytes, plan: ImagePlan, detail: Detail) -> bytes:
-        """Identify the embeddings. The plan stands for the options of the model's processor."""
+    def _digest(self, content: bytes, plan: ImagePlan, detail: Detail) -> bytes:
+        """Identify the embeddings. The plan stands for the options of the model's processor. content: the digest of the
+        file."""
         digest = hashlib.sha256()
         about = f"{detail} {self.rule.resample} {plan.canvas} {plan.tiles}".encode()
-        for piece in (self._origin, about, data):
+        for piece in (self._origin, about, content):
             digest.update(len(piece).to_bytes(8, "little"))
             digest.update(piece)
         return digest.digest()

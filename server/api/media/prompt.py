@@ -45,7 +45,8 @@ async def encode_with_images(
         param = images[0].param
         raise bad_request(f"{param}: images are not supported: this model takes text only.", param)
     model.check_number(images)
-    found, shelved = await model.load({each.part.id: each for each in images}, _files_of(scope), pixels=pixels)
+    by_id = {each.part.id: each for each in images}
+    found, shelved = await model.load(by_id, _files_of(scope), pixels=pixels, salt=salt or "")
     prompt = await loaded.text.encode_chat(
         messages, arguments, add_special_tokens=add_special_tokens, salt=salt, images=model.rule
     )
