@@ -216,8 +216,12 @@ class Ingress:
     async def _metrics(self) -> str:
         texts: dict[str, str] = {}
         for name, handle in self._deployments.items():
-            found = await handle.broadcast("named_metrics").results_async(timeout_s=PROBE_SECONDS)
-            texts.update({f"{name}#{replica}": text for replica, text in found})
+            # A replica that has just been killed raises. The others still have metrics.
+            found = await handle.broadcast("named_metrics").results_async(
+                timeout_s=PROBE_SECONDS, return_exceptions=True
+            )
+            answers = [answer for answer in found if not isinstance(answer, BaseException)]
+            texts.update({f"{name}#{replica}": text for replica, text in answers})
         return merged(texts)
 
     async def _of_all(self, path: str, request: HttpRequest, send: Send) -> None:

@@ -122,9 +122,11 @@ async def test_a_killed_replica_loses_only_its_own_answers(url: str) -> None:
     lost = [s for s in streams if not s.good]
     assert lost
     # Answers that the victim had finished but not yet passed on are lost, too; those of living replicas are not.
+    scraped = httpx.get(f"{url}/metrics", timeout=PATIENCE)
+    assert scraped.status_code == 200, scraped.text
     served = [
         float(line.rsplit(" ", 1)[1])
-        for line in httpx.get(f"{url}/metrics", timeout=PATIENCE).text.splitlines()
+        for line in scraped.text.splitlines()
         if line.startswith("weft_requests_total{") and 'endpoint="/v1/chat/completions",status="200"' in line
     ]
     assert 0 < sum(served) <= len(streams) - len(lost)
