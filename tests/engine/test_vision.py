@@ -21,6 +21,8 @@ from vision_models import KINDS, MEAN, STD, Picture, Prompt, oracle_logits, prom
 
 from weft.engine.errors import RequestError
 from weft.engine.images.rules import rule_of
+from weft.engine.model.vision import vision_of
+from weft.engine.model.vision.tower import load_tower
 from weft.engine.wire.messages import AddRequest, Finish, Image
 from weft.engine.wire.page_keys import image_parts, page_keys
 from weft.engine.wire.pixels import PixelShelf
@@ -534,3 +536,29 @@ def test_pages_share_keys_only_before_the_first_page_with_another_picture(
         same = [a == b for a, b in zip(own, other, strict=True)]
         shared = min(start // page_size, len(own))
         assert same == [True] * shared + [False] * (len(own) - shared)
+
+
+def test_windows_in_one_launch_equal_one_launch_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the GPU's operator gets the segments that `transformers` would loop over."""
+    path = write_checkpoint("qwen2.5-vl", tmp_path / "model", wide=True)
+    vision = vision_of(json.loads((path / "config.json").read_bytes()))
+    assert vision is not None
+    tower = load_tower(vision, path, torch.float32, torch.device("cpu"))
+    pixels = bytearray(np.random.default_rng(0).integers(0, 256, (40, 56, 3), np.uint8).tobytes())
+    calls = []
+
+    def attend(q: Any, k: Any, v: Any, begins: Any, _: Any, *__: Any, scale: float) -> tuple[torch.Tensor]:
+        calls.append(len(begins) - 1)
+        parts = [part.split(begins.diff().tolist()) for part in (q, k, v)]
+        attended = [
+            torch.nn.functional.scaled_dot_product_attention(*(p.transpose(0, 1) for p in own), scale=scale)
+            for own in zip(*parts, strict=True)
+        ]
+        return (torch.cat(attended, 1).transpose(0, 1),)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", attend)
+    with torch.inference_mode():
+        before = tower.encode(pixels, ((40, 56),), (1, 10, 14))
+        vision.on_gpu(tower._parts)
+        torch.testing.assert_close(tower.encode(pixels, ((40, 56),), (1, 10, 14)), before)
+    assert calls == [12, 12, 12, 1]

@@ -49,6 +49,9 @@ class Vision(ABC):
     def parts(self, model: Any) -> nn.ModuleDict:
         """Return the modules of `transformers`' model that compute embeddings."""
 
+    def on_gpu(self, parts: Any) -> None:  # noqa: B027 (most families need nothing)
+        """Adapt the parts to a GPU, after they were moved there."""
+
     @abstractmethod
     def embed(self, parts: Any, tiles: Sequence[Tensor], grid: tuple[int, ...]) -> Tensor:
         """Return embeddings `[n, 1 + deepstack, H]` of one image. tiles: normalised, `[3, h, w]` each."""

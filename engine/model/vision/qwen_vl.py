@@ -54,6 +54,12 @@ class QwenVl(Vision):
 
         return nn.ModuleDict({"tower": model.model.visual})
 
+    def on_gpu(self, parts: Any) -> None:
+        if hasattr(parts["tower"].config, "window_size"):
+            from weft.engine.model.vision.segments import use_segments
+
+            use_segments(parts["tower"])
+
     def embed(self, parts: Any, tiles: Sequence[Tensor], grid: tuple[int, ...]) -> Tensor:
         import torch
 

@@ -21,6 +21,8 @@ class Tower:
 
     def __init__(self, vision: Vision, parts: nn.ModuleDict, normalise: Normalisation, dtype: torch.dtype) -> None:
         self.vision, self._parts, self._normalise, self._dtype = vision, parts, normalise, dtype
+        if self.device.type == "cuda":
+            vision.on_gpu(parts)
 
     @property
     def device(self) -> torch.device:
