@@ -49,7 +49,9 @@ def test_requests_are_counted_by_state() -> None:
     engine.launch()
     stats = engine.scheduler.stats()
     assert (stats.running, stats.waiting) == (1, 1)
-    assert stats.queue == {"slots": 1, "pages": 0, "tokens": 0, "sibling": 0, "load": 0, "grammar": 0, "adapter": 0}
+    assert stats.queue == {
+        "slots": 1, "pages": 0, "tokens": 0, "sibling": 0, "load": 0, "grammar": 0, "adapter": 0, "encoder": 0
+    }  # fmt: skip
     assert stats.pages_held == 2
     engine.complete()
     engine.run()
