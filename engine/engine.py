@@ -20,7 +20,7 @@ from weft.engine.memory.index_events import IndexEvents, PageLedger
 from weft.engine.memory.pages import PagePool
 from weft.engine.memory.prefix_index import PrefixIndex
 from weft.engine.memory.tier_setup import make_tiers, open_store, reopened
-from weft.engine.model.adapter import AdapterReader
+from weft.engine.model.adapter import Adapter, AdapterReader
 from weft.engine.progress import Phases, Progress, notice
 from weft.engine.ranks.group import OneRank, Ranks
 from weft.engine.ranks.loading import Loading
@@ -202,10 +202,15 @@ class Engine:
             return None
         if memory is None:
             raise ConfigError(
-                "LoRA adapters are supported on CPUs, for models with an implementation of weft's own; "
+                "LoRA adapters are supported for models with an implementation of weft's own; "
                 f"this one runs on {self.resolved.device.type} as {self.spec.architecture}"
             )
-        read = AdapterReader(self.spec, config.model_path, self.resolved.compute_dtype, config.max_lora_rank)
+        reader = AdapterReader(self.spec, config.model_path, self.resolved.compute_dtype, config.max_lora_rank)
+
+        def read(path: Path) -> tuple[str, Adapter]:
+            digest, adapter = reader(path)
+            return digest, self.runner.stage_adapter(adapter)
+
         scheduler = self.scheduler
         made = Adapters(
             read, memory, config.max_loras, lambda: scheduler.count_by_adapter() + self.grammars.count_by_adapter(),

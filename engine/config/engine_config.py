@@ -151,7 +151,7 @@ class EngineConfig(BaseModel):
     ssd_kv_gib: float = Field(64.0, gt=0, le=2**20)
     """disk space in GiB for --ssd-kv-path, allocated at start"""
     enable_lora: bool = False
-    """serve LoRA adapters over the model, also without `lora_modules`; on CPUs and without tensor parallelism only"""
+    """serve LoRA adapters over the model, also without `lora_modules`; without tensor parallelism only"""
     lora_modules: list[Annotated[str, Field(pattern=_LORA_MODULE, title=_LORA_TITLE)]] = Field([])
     """adapters to load at start and their model names; may be repeated; a directory in PEFT's format each"""
     lora_dir: str | None = Field(None, min_length=1)

@@ -53,12 +53,17 @@ class Pipeline:
 
     def serial(self, spec: ModelSpec, num_sms: int) -> Pipeline:
         """Return this pipeline if serial, else a serial one with the kernel configurations of its first ranges."""
-        if len(self.begins) == 1 and len(self.lanes) == 1:
+        if self.is_serial:
             return self
         given = {op.operation: op.config for op in self.period.operations if op.begin == 0}
         period = serial_period(spec, self.tokens, num_sms)
         operations = (msgspec.structs.replace(op, config=given.get(op.operation)) for op in period.operations)
         return Pipeline(msgspec.structs.replace(period, operations=tuple(operations)), spec)
+
+    @property
+    def is_serial(self) -> bool:
+        """Whether operations run in sequence, each on all tokens."""
+        return len(self.begins) == 1 and len(self.lanes) == 1
 
     def _by_layer(self, period: Period, spec: ModelSpec) -> list[range]:
         """Return the operations of each layer as a range of `operations`, adding those of a second kind of layer (dense

@@ -75,6 +75,7 @@ def _capture(runner: cuda_runner.CudaRunner, pipeline: Pipeline) -> Any:
         Replayed(lambda: runner._run_model(pipeline)),  # type: ignore[arg-type]
         Replayed(lambda: runner._executor.sample(runner._max_sampled(pipeline))),  # type: ignore[arg-type]
         {},
+        Replayed(lambda: runner._run_model(pipeline, adapted=True)),  # type: ignore[arg-type]
     )
 
 

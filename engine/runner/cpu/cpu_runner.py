@@ -134,6 +134,9 @@ class CpuRunner:
     def adapters(self) -> MutableMapping[int, Adapter] | None:
         return self._executor.adapters if isinstance(self._executor, CpuExecutor) else None
 
+    def stage_adapter(self, adapter: Adapter) -> Adapter:
+        return adapter
+
     def copy_engine(self, slots: int) -> CpuCopyEngine:
         return CpuCopyEngine(self.kv, slots, self._packed)
 

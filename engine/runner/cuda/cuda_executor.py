@@ -62,15 +62,17 @@ class CudaExecutor(SampleBuffers):
         """See `CudaLayers.fill`."""
         self._layers.fill(x)
 
-    def forward(self, pipeline: Pipeline, kv: Tensor, num_rows: int, *, fused: Fused = "lists") -> None:
+    def forward(
+        self, pipeline: Pipeline, kv: Tensor, num_rows: int, *, fused: Fused = "lists", adapted: bool = False
+    ) -> None:
         """Compute `logits[:num_rows]` of the rows that sample, from the slab. fused: see `OperationLaunch`; used if
-        `inputs.fuses(pipeline)`."""
+        `inputs.fuses(pipeline)` and not `adapted`: whether rows may have an adapter."""
         with self._within(Graph.MODEL):
             self._embed(pipeline)
-            sum_counts = self.layers(pipeline, kv, drops_rows=True, fused=fused)
+            sum_counts = self.layers(pipeline, kv, drops_rows=True, fused=fused, adapted=adapted)
             if pipeline.after_drop:
                 sum_counts = initial_sum_counts(pipeline)
-            for launch in self._after_drop(pipeline, kv, sum_counts):
+            for launch in self._after_drop(pipeline, kv, sum_counts, adapted=adapted):
                 launch()
             self._head(sum_counts, pipeline, num_rows)
 
@@ -87,23 +89,28 @@ class CudaExecutor(SampleBuffers):
         """Yield the launches of `touch`. They compute nothing while the inputs have no tokens."""
         with self._within(Graph.MODEL):
             yield partial(self._embed, pipeline)
-            fuses = self.inputs.fuses(pipeline)
+            fuses, adapts = self.inputs.fuses(pipeline), self._layers.adapted is not None and pipeline.is_serial
             # The second layer reads sums of squares of the first. After the last one FP8 GEMMs write no operand.
             sum_counts, last = initial_sum_counts(pipeline), pipeline.num_layers - 1
 
-            def launch_one(layer: int, i: int, fused: Fused = "lists") -> None:
+            def launch_one(layer: int, i: int, fused: Fused = "lists", *, adapted: bool = False) -> None:
                 with dependent_launch(len(pipeline.lanes) == 1):
                     launch = self._layers.launch_of(pipeline, i, layer, kv, sum_counts)
-                    self._layers.launch(launch._replace(fused=fused if fuses else None))
+                    path = fused if fuses and not adapted else None
+                    self._layers.launch(launch._replace(fused=path, adapted=adapted))
 
             for layer, i in pipeline.unrolled():
                 if layer < 2 or layer == last or not pipeline.uniform:
                     yield partial(launch_one, layer, i)
+                    if adapts:
+                        yield partial(launch_one, layer, i, adapted=True)
                     if fuses and pipeline.operations[i][1].role is Role.DECODE_ATTENTION:
                         yield partial(launch_one, layer, i, fused="together")
                         yield partial(launch_one, layer, i, fused="tiles")
             kept_counts = initial_sum_counts(pipeline) if pipeline.after_drop else sum_counts
             yield from self._after_drop(pipeline, kv, kept_counts)
+            if adapts:
+                yield from self._after_drop(pipeline, kv, kept_counts, adapted=True)
             yield partial(self._head, kept_counts, pipeline, num_rows)
 
     def sample(self, num_rows: int) -> None:
@@ -182,12 +189,12 @@ class CudaExecutor(SampleBuffers):
 
     def layers(
         self, pipeline: Pipeline, kv: Tensor, only: Collection[NanoOperation] | None = None, *,
-        drops_rows: bool = False, fused: Fused = "lists",
+        drops_rows: bool = False, fused: Fused = "lists", adapted: bool = False,
     ) -> list[int]:  # fmt: skip
         """Run all layers on `x[: pipeline.tokens]`. Returns the number of partial sums of squares by block of tokens.
 
         only: launch only these operations of the period, to time them. drops_rows: leave out operations of the last
-        layer that `_after_drop` runs. fused: see `forward`."""
+        layer that `_after_drop` runs. fused, adapted: see `forward`."""
         main = torch.cuda.current_stream()
         operations = pipeline.period.operations
         waits: list[list[Edge]] = [[] for _ in pipeline.operations]
@@ -199,10 +206,10 @@ class CudaExecutor(SampleBuffers):
         for lane in lanes:
             self._streams[lane].wait_stream(main)
         sum_counts = initial_sum_counts(pipeline)
-        path = fused if only is None and self.inputs.fuses(pipeline) else None
+        path = fused if only is None and not adapted and self.inputs.fuses(pipeline) else None
         events: dict[tuple[int, int], torch.cuda.Event] = {}
         for layer, i in pipeline.unrolled():
-            launch = self._layers.launch_of(pipeline, i, layer, kv, sum_counts)._replace(fused=path)
+            launch = self._layers.launch_of(pipeline, i, layer, kv, sum_counts)._replace(fused=path, adapted=adapted)
             nano = launch.nano
             if only is not None and nano not in only:
                 continue
@@ -229,7 +236,9 @@ class CudaExecutor(SampleBuffers):
             main.wait_stream(self._streams[lane])
         return sum_counts
 
-    def _after_drop(self, pipeline: Pipeline, kv: Tensor, sum_counts: list[int]) -> Iterator[Callable[[], None]]:
+    def _after_drop(
+        self, pipeline: Pipeline, kv: Tensor, sum_counts: list[int], *, adapted: bool = False
+    ) -> Iterator[Callable[[], None]]:
         """Yield the launches of the last layer after its attention, on the kept rows only, if rows are dropped. Updates
         `sum_counts`. Tiles are those for all rows, so that no bit of a row changes.
         """
@@ -250,7 +259,8 @@ class CudaExecutor(SampleBuffers):
                 )  # fmt: skip
 
         def launch_one(i: int) -> None:
-            launch = self._layers.launch_of(serial, i, last, kv, sum_counts)._replace(rows=kept)
+            launch = self._layers.launch_of(serial, i, last, kv, sum_counts)
+            launch = launch._replace(rows=kept, adapted=adapted)
             with dependent_launch(early):
                 self._layers.launch(launch)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from weft.engine.model.operations import Role
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.pipeline import Pipeline
+from weft.engine.runner.cuda.adapter_slots import AdapterSlots
 from weft.engine.runner.iteration.attention_lists import AttentionGrid, AttentionLists
 from weft.engine.runner.iteration.attention_path import AttentionPath
 from weft.engine.runner.iteration.batch import Batch, SamplingInputs, Verified, sampler_names
@@ -21,6 +22,8 @@ from weft.kernels.attention.break_evens import BreakEvens
 from weft.kernels.attention.fp8_unpack import unpacking_is_faster
 from weft.kernels.attention.triton_backend import DecodeWork, cuts_prefill
 from weft.kernels.attention.work_lists import ITEM_FIELDS, TILE_FIELDS
+from weft.kernels.matmul.adapter_work import ADAPTER_FIELDS, sort_rows
+from weft.kernels.matmul.adapters import Work
 
 RING = 4
 """Pinned copies: more than iterations in flight, so that none is rewritten before its transfer has ended."""
@@ -116,10 +119,20 @@ class DeviceInputs:
         at = LIVE + pipeline.begins.index(begin)
         return self.column["counts"][at : at + 1]
 
-    def send(self, batch: Batch, pipeline: Pipeline, grid: AttentionGrid) -> Assignment:
+    def adapter_work(self, *, kept: bool = False) -> Work:
+        """Return which rows have which LoRA adapter. kept: of the rows that are kept in the last layer."""
+        rows, items, counts = (
+            self.column[f"{'kept_' * kept}adapter_{name}"] for name in ("rows", "items", "counts")
+        )  # fmt: skip
+        return Work(rows, items.view(-1, ADAPTER_FIELDS), counts)
+
+    def send(
+        self, batch: Batch, pipeline: Pipeline, grid: AttentionGrid, adapters: AdapterSlots | None = None
+    ) -> Assignment:
         """Write the batch to the next ring slot and start its transfer on the current stream.
 
-        Padding tokens up to the token bucket use the dummy page. Returns the rows of the tokens."""
+        adapters: given if the batch has any; the pipeline is then serial. Padding tokens up to the token bucket use the
+        dummy page. Returns the rows of the tokens."""
         verified = batch.verified
         if verified is not None:
             batch = batch.by_query()
@@ -133,6 +146,8 @@ class DeviceInputs:
         self.attention = self._write_attention(host, batch, pipeline, grid, assigned)
         for j, begin in enumerate(pipeline.begins):
             counts[LIVE + j] = max(0, t - begin)
+        if adapters is not None:
+            self._write_adapters(host, batch, adapters, pipeline.tokens, assigned)
         self._write_sampling(host, batch.sampling, assigned)
         if self.layout.verifies:
             self._write_verified(host, len(batch.sampling.slots), verified)
@@ -167,7 +182,7 @@ class DeviceInputs:
     def _write_attention(
         self, host: dict[str, np.ndarray], batch: Batch, pipeline: Pipeline, grid: AttentionGrid, assigned: Assignment
     ) -> AttentionPath:
-        fused = self.fuses(pipeline)
+        fused = self.fuses(pipeline) and batch.adapters is None
         lists = AttentionLists(self.layout, grid, batch, host, fused=fused, break_evens=self.break_evens)
         if assigned.read is not None:
             lists.keep_rows(assigned.read if assigned.places is None else assigned.places[assigned.read])
@@ -179,6 +194,19 @@ class DeviceInputs:
             in_turn=int(host["decoders"][0]) >= pipeline.decode_sms[0], split_decodes=lists.splits_decodes,
             cut_chunks=lists.cuts_chunks,
         )  # fmt: skip
+
+    @staticmethod
+    def _write_adapters(
+        host: dict[str, np.ndarray], batch: Batch, adapters: AdapterSlots, bucket: int, assigned: Assignment
+    ) -> None:
+        assert batch.adapters is not None
+        slots = np.repeat(adapters.slots_of(batch.adapters), batch.query_len)
+        kept = slots[:0] if assigned.read is None else slots[assigned.read]
+        for prefix, own in (("", slots), ("kept_", kept)):
+            rows, items, counts = sort_rows(own, adapters.ranks, bucket)
+            host[f"{prefix}adapter_rows"][: len(rows)] = rows
+            host[f"{prefix}adapter_items"][: items.size] = items.ravel()
+            host[f"{prefix}adapter_counts"][:] = counts
 
     @staticmethod
     def _write_sampling(host: dict[str, np.ndarray], s: SamplingInputs, assigned: Assignment) -> None:
@@ -237,6 +265,7 @@ def device_inputs(spec: ModelSpec, config: ResolvedConfig, nano_batches: int, *,
     layout = Layout.of(
         config.max_num_batched_tokens, rows, spec.heads_per_kv, nano_batches, parts, windows, unpacked,
         _prefill_slots(spec, config), config.pod, config.drafting is not None, images=images,
+        adapters=config.adapter_slots,
         rope=images and any(rope.sections for rope in spec.ropes),
     )  # fmt: skip
     return DeviceInputs(layout, config.device, slots, pages)

@@ -17,6 +17,8 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import serial_period
+from weft.engine.runner.cuda.adapter_layers import AdapterLayers
+from weft.engine.runner.cuda.adapter_slots import AdapterSlots
 from weft.engine.runner.cuda.cuda_experts import ExpertLayers, Fp8ExpertLayers
 from weft.engine.runner.cuda.cuda_fp8 import Fp8Layers
 from weft.engine.runner.cuda.cuda_fp8_unfused import UnfusedFp8Layers
@@ -54,14 +56,17 @@ class CudaLayers:
         self, spec: ModelSpec, weights: Weights, inputs: DeviceInputs, dtype: torch.dtype,
         attention: AttentionBackend[Any], *, invariant: bool = False, collectives: DeviceCollectives | None = None,
         kv_scales: KvScales | None = None, images: Tensor | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:  # fmt: skip
         """invariant: the order of accumulation in GEMMs, sums of squares and attention does not depend on the batch.
         collectives: given for one of several ranks, whose GEMMs write partial sums. kv_scales: scales of e4m3 pages.
-        images: the pool of embeddings of images, if the model takes any."""
+        images: the pool of embeddings of images, if the model takes any.
+        adapters: LoRA adapters that iterations may use; None: none."""
         self.spec, self.weights, self.inputs = spec, weights, inputs
         self.collectives = collectives
         self.attention, self.invariant = attention, invariant
         self._kv_scales, self._dtype = kv_scales, dtype
+        self.page_scales: dict[str, Any] = {} if kv_scales is None else {"kv_scales": kv_scales}
         self._launchers = launchers_for(spec, TABLE, "a GPU")
         device, tokens = inputs.slab.device, inputs.layout.max_tokens
         here = gpu(device)
@@ -104,6 +109,7 @@ class CudaLayers:
         """The attention back end's steps, one for each nano-batch."""
         self.kept_steps = [self._step_of_kept_tiles(k, step) for k, step in enumerate(self.steps)]
         """Steps of the last layer if rows are dropped."""
+        self.adapted = None if adapters is None else AdapterLayers(adapters, self, dtype)
 
     def _needs_separate_heads(self) -> bool:
         """Return whether heads need a separate pass: for unfused FP8, for FP8 pages after a 16-bit GEMM, and for head
@@ -155,7 +161,8 @@ class CudaLayers:
         return OperationLaunch(nano, op, layer, weights, kv, pipeline, sum_counts, self.whole)
 
     def launch(self, it: OperationLaunch) -> None:
-        self._launchers[it.operation.name](self, it)
+        if not (it.adapted and self.adapted is not None and self.adapted.launch(it)):
+            self._launchers[it.operation.name](self, it)
         if self.images is not None and self.images.adds_after(it):
             self.images.add(it)
 
@@ -210,25 +217,29 @@ class CudaLayers:
     # -- launchers
 
     def _qkv(self, it: OperationLaunch) -> None:
-        own, w, column, eps = it.tokens, it.projection, self.inputs.column, self.spec.norm.eps
-        x, sums, raw = it.rows.activations[it.operation.source][own], self._stream_sums(it), self._raw_of("qkv", own)
+        own, w, eps, scales = it.tokens, it.projection, self.spec.norm.eps, self.page_scales
+        x, sums, raw = it.rows.activations[it.operation.source][own], self.stream_sums(it), self._raw_of("qkv", own)
+        heads = self.heads(it)
+        out = self.activations[it.operation.target][own]
+        if self._fp8 is not None:
+            self._fp8.qkv(it, heads, out, self.common(it) | scales)
+        elif self._separate_heads:
+            assert raw is not None
+            linear_project(x, sums, w.weight, eps, bias=w.bias, out=raw, **self.common(it))
+            place_heads(raw, eps, *heads, out=out, num_tokens=self.live(it), **scales)
+        else:
+            qkv_project(x, sums, w.weight, w.bias, eps, *heads, out=out, raw=raw, **self.common(it))
+
+    def heads(self, it: OperationLaunch) -> tuple[Any, ...]:
+        """Return what rotates the heads of a QKV projection, and where their keys and values go."""
+        w, column = it.projection, self.inputs.column
         rotary, positions = self.weights.rotary[self.spec.rotary_table(it.layer)], column["positions"]
         if self.images is not None:
             rotary, positions = self.images.rotary(it.layer) or (rotary, positions)
-        heads = (
-            rotary, positions[own],
-            column["slot_mapping"][own], it.kv, it.layer, self.spec.num_heads, w.q_norm, w.k_norm,
+        return (
+            rotary, positions[it.tokens],
+            column["slot_mapping"][it.tokens], it.kv, it.layer, self.spec.num_heads, w.q_norm, w.k_norm,
         )  # fmt: skip
-        scales: dict[str, Any] = {} if self._kv_scales is None else {"kv_scales": self._kv_scales}
-        out = self.activations[it.operation.target][own]
-        if self._fp8 is not None:
-            self._fp8.qkv(it, heads, out, self._common(it) | scales)
-        elif self._separate_heads:
-            assert raw is not None
-            linear_project(x, sums, w.weight, eps, bias=w.bias, out=raw, **self._common(it))
-            place_heads(raw, eps, *heads, out=out, num_tokens=self._live(it), **scales)
-        else:
-            qkv_project(x, sums, w.weight, w.bias, eps, *heads, out=out, raw=raw, **self._common(it))
 
     def _decode(self, it: OperationLaunch) -> None:
         if it.fused is None:
@@ -256,16 +267,16 @@ class CudaLayers:
 
     def _residual(self, it: OperationLaunch) -> None:
         if self.rank_sums is not None:
-            self.rank_sums.project(it, self._common(it))
+            self.rank_sums.project(it, self.common(it))
             return
         if self._fp8 is not None:
-            it.note_sums(self._fp8.residual(it, self._common(it)))
+            it.note_sums(self._fp8.residual(it, self.common(it)))
             return
         own, w, norm = it.tokens, it.projection, self.spec.norm
         x, sumsq = it.x, it.sumsq
         _, sums = residual_project(
             it.rows.activations[it.operation.source][own], w.weight, x, out=x, sumsq=sumsq, post_norm=w.post_norm,
-            bias=w.bias, eps=norm.eps, centred=norm.centred, raw=self._raw_of("residual", own), **self._common(it),
+            bias=w.bias, eps=norm.eps, centred=norm.centred, raw=self._raw_of("residual", own), **self.common(it),
         )  # fmt: skip
         if self.invariant and w.post_norm is None and not norm.centred:
             # The epilogue's partial sums follow the GEMM's tiles, which depend on the token count.
@@ -274,51 +285,51 @@ class CudaLayers:
 
     def _all_reduce(self, it: OperationLaunch) -> None:
         assert self.rank_sums is not None
-        it.note_sums(self.rank_sums.reduce(it, self._live(it)))
+        it.note_sums(self.rank_sums.reduce(it, self.live(it)))
 
     def _gate_up(self, it: OperationLaunch) -> None:
         if self._fp8 is not None:
-            self._fp8.gate_up(it, self._common(it))
+            self._fp8.gate_up(it, self.common(it))
             return
         out = it.rows.activations[it.operation.target][it.tokens]
         gate_up_project(
-            it.x, self._stream_sums(it), it.projection.weight, self.spec.norm.eps, activation=self.spec.activation,
-            bias=it.projection.bias, out=out, **self._common(it),
+            it.x, self.stream_sums(it), it.projection.weight, self.spec.norm.eps, activation=self.spec.activation,
+            bias=it.projection.bias, out=out, **self.common(it),
         )  # fmt: skip
         if it.projection.gate is not None:
-            sums = self._stream_sums(it)
+            sums = self.stream_sums(it)
             assert sums is not None  # `resolve` refuses experts without norms before them
             gate_shared(it.x, sums, it.projection.gate, self.spec.norm.eps, out=out)
 
     def _up(self, it: OperationLaunch) -> None:
         if self._fp8 is not None:
-            self._fp8.gate_up(it, self._common(it))
+            self._fp8.gate_up(it, self.common(it))
             return
         linear_project(
-            it.x, self._stream_sums(it), it.projection.weight, self.spec.norm.eps, activation=self.spec.activation,
-            bias=it.projection.bias, out=it.rows.activations[it.operation.target][it.tokens], **self._common(it),
+            it.x, self.stream_sums(it), it.projection.weight, self.spec.norm.eps, activation=self.spec.activation,
+            bias=it.projection.bias, out=it.rows.activations[it.operation.target][it.tokens], **self.common(it),
         )  # fmt: skip
 
     def _router(self, it: OperationLaunch) -> None:
         assert self._experts is not None
-        self._experts.route(it, self._stream_sums(it), self._live(it))
+        self._experts.route(it, self.stream_sums(it), self.live(it))
 
     def _experts_gate_up(self, it: OperationLaunch) -> None:
         assert self._experts is not None
-        self._experts.gate_up(it, self._stream_sums(it), self._live(it))
+        self._experts.gate_up(it, self.stream_sums(it), self.live(it))
 
     def _experts_residual(self, it: OperationLaunch) -> None:
         assert self._experts is not None
         if self.rank_sums is not None:
-            self._experts.residual(it, *self.rank_sums.expert_buffers(it), self._live(it))
+            self._experts.residual(it, *self.rank_sums.expert_buffers(it), self.live(it))
         else:
-            it.note_sums(self._experts.residual(it, it.x, it.sumsq, self._live(it)))
+            it.note_sums(self._experts.residual(it, it.x, it.sumsq, self.live(it)))
 
-    def _live(self, it: OperationLaunch) -> Tensor:
+    def live(self, it: OperationLaunch) -> Tensor:
         """Return `[1]` number of tokens that an operation really has."""
         return self.inputs.live(it.pipeline, it.nano.begin) if it.rows.live is None else it.rows.live
 
-    def _stream_sums(self, it: OperationLaunch) -> Tensor | None:
+    def stream_sums(self, it: OperationLaunch) -> Tensor | None:
         """Return the sums `[sums, T]` for GEMMs that norm the stream; None if no norm precedes them."""
         return it.sums if self.spec.placement.before else None
 
@@ -326,12 +337,12 @@ class CudaLayers:
         raw = self._raw[name]
         return None if raw is None else raw[own]
 
-    def _common(self, it: OperationLaunch) -> dict[str, Any]:
+    def common(self, it: OperationLaunch) -> dict[str, Any]:
         """Return the arguments of every GEMM besides its operands."""
         return {
             "num_sms": it.nano.sms,
             "space": self.gemm_space,
-            "num_tokens": self._live(it),
+            "num_tokens": self.live(it),
             "config": self.config(it.nano.config, it.nano.end - it.nano.begin, it.projection.weight),
         }
 

@@ -23,6 +23,7 @@ from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.progress import Progress, notice
+from weft.engine.runner.cuda.adapter_slots import AdapterSlots
 from weft.engine.runner.cuda.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda.cuda_inputs import INVARIANT_SPLIT_TOKENS, device_inputs
 from weft.engine.runner.cuda.cuda_layers import CudaLayers
@@ -71,14 +72,18 @@ class _Graphs(NamedTuple):
     sample: torch.cuda.CUDAGraph
     others: dict[Fused, torch.cuda.CUDAGraph]
     """The model with other variants of fused attention, if it is fused; `model` is then the variant "lists"."""
+    adapted: torch.cuda.CUDAGraph | None = None  # The model with LoRA adapters, if iterations may have any.
 
     @classmethod
-    def empty(cls, *, fused: bool) -> _Graphs:
+    def empty(cls, *, fused: bool, adapted: bool) -> _Graphs:
         others = {variant: torch.cuda.CUDAGraph() for variant in FUSED_PATHS.values()} if fused else {}
-        return cls(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), others)
+        with_adapters = torch.cuda.CUDAGraph() if adapted else None
+        return cls(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), others, with_adapters)
 
-    def of(self, path: AttentionPath | None) -> torch.cuda.CUDAGraph:
-        """Return the model's graph for this attention path."""
+    def of(self, path: AttentionPath | None, *, adapted: bool) -> torch.cuda.CUDAGraph:
+        """Return the model's graph for this attention path. adapted: for an iteration with LoRA adapters."""
+        if adapted and self.adapted is not None:
+            return self.adapted
         variant = _variant(path)
         return self.model if variant is None else self.others.get(variant, self.model)
 
@@ -135,8 +140,6 @@ class CudaInFlight:
 class CudaRunner:
     """`Runner` on one GPU. It allocates everything that graphs use once, when it is created."""
 
-    adapters: MutableMapping[int, Adapter] | None = None
-
     def __init__(
         self, spec: ModelSpec, weights: Weights | TransformersModule, config: ResolvedConfig,
         progress: Progress | None = None, compiling: CompileJob | None = None, rank_group: RankGroup | None = None,
@@ -167,6 +170,11 @@ class CudaRunner:
             self._host_attention: HostAttention[Any] | None = None
             # Why the model runs eagerly; "" if it is captured.
             self._eager = "--enforce-eager" if config.enforce_eager else ""
+            self._adapters: AdapterSlots | None = None
+            if config.adapter_slots:
+                self._adapters = AdapterSlots(
+                    spec, config.adapter_slots, config.adapter_rank, config.compute_dtype, device
+                )
             self._executor = self._make_executor(here.sms)
             layout = self._inputs.layout
             notice(describe_paths(config.attention, cuts=layout.prefill_slots > 0, pod=layout.pod))
@@ -221,12 +229,20 @@ class CudaRunner:
             spec, weights, self._inputs, config.compute_dtype, attention, invariant=config.batch_invariant,
             collectives=None if self._rank_group is None else self._rank_group.device, kv_scales=scales,
             images=None if self._image_rows is None else self._image_rows.rows,
+            adapters=self._adapters,
         )  # fmt: skip
         return CudaExecutor(layers)
 
     @property
     def num_pages(self) -> int:
         return self.kv.shape[0]
+
+    @property
+    def adapters(self) -> MutableMapping[int, Adapter] | None:
+        return self._adapters
+
+    def stage_adapter(self, adapter: Adapter) -> Adapter:
+        return adapter if self._adapters is None else self._adapters.stage(adapter)
 
     def copy_engine(self, slots: int) -> CudaCopyEngine:
         return CudaCopyEngine(self.kv, slots, self._executor.gates, self.config.packed)
@@ -315,6 +331,9 @@ class CudaRunner:
         for variant, graph in graphs.others.items():
             with torch.cuda.graph(graph, stream=self.stream):
                 self._run_model(pipeline, fused=variant)
+        if graphs.adapted is not None:
+            with torch.cuda.graph(graphs.adapted, stream=self.stream):
+                self._run_model(pipeline, adapted=True)
         with torch.cuda.graph(graphs.sample, stream=self.stream):
             self._executor.sample(self._max_sampled(pipeline))
         return graphs
@@ -365,10 +384,11 @@ class CudaRunner:
         return min(pipeline.tokens, self.config.max_sampled)
 
     def _new_graphs(self, pipeline: Pipeline) -> _Graphs:
-        return _Graphs.empty(fused=not self._eager and self._inputs.fuses(pipeline))
+        adapted = self._adapters is not None and not self._eager and pipeline.is_serial
+        return _Graphs.empty(fused=not self._eager and self._inputs.fuses(pipeline), adapted=adapted)
 
-    def _run_model(self, pipeline: Pipeline, **how: Fused) -> None:
-        """how: `fused`, for an executor with fused attention."""
+    def _run_model(self, pipeline: Pipeline, **how: Any) -> None:
+        """how: `fused`, for an executor with fused attention, and `adapted`, for one with adapters."""
         self._executor.forward(pipeline, self.kv, self._max_sampled(pipeline), **how)
 
     def launch(self, batch: Batch) -> CudaInFlight:
@@ -379,15 +399,19 @@ class CudaRunner:
             check = None if self._rank_group is None else self._rank_group.check
             in_flight = CudaInFlight(batch, self._last_end, len(pipeline.nano_batches), len(tokens), check)
             in_flight.begin.record()
-            assigned = self._inputs.send(batch, pipeline, self._grid)
+            adapters = None if batch.adapters is None else self._adapters
+            if adapters is not None:
+                adapters.wait_for_copies(self.stream)
+            assigned = self._inputs.send(batch, pipeline, self._grid, adapters)
             in_flight.attention = None if self._host_attention is not None else self._inputs.attention
             if not self._eager:
-                graphs.of(in_flight.attention).replay()
+                graphs.of(in_flight.attention, adapted=adapters is not None).replay()
             else:
                 if self._host_attention is not None:
                     self._executor.set_steps([self._host_attention.prepare(batch)])
                 variant = _variant(in_flight.attention)
-                self._run_model(pipeline, **({} if variant is None else {"fused": variant}))
+                how: dict[str, Any] = {} if variant is None else {"fused": variant}
+                self._run_model(pipeline, **(how if adapters is None else {"adapted": True}))
             in_flight.prompt_scores = [
                 self._prompt_scores(prompt, assigned, pipeline) for prompt in batch.prompt_logprobs
             ]

@@ -48,6 +48,7 @@ class OperationLaunch(NamedTuple):
     """For each block of TOKEN_STEP tokens, how many partial sums are valid. A GEMM writes one per feature tile."""
     rows: Rows
     drops_rows: bool = False  # Whether rows that are not read are dropped after this layer's attention.
+    adapted: bool = False  # Whether rows may have a LoRA adapter.
     fused: Fused | None = None  # How one launch computes decodes and chunks; None: they are launched separately.
 
     @property

@@ -51,6 +51,10 @@ class Runner(Protocol):
         """LoRA adapters by number, to be changed between iterations; None if the runner supports none."""
         ...
 
+    def stage_adapter(self, adapter: Adapter) -> Adapter:
+        """Return an adapter as `adapters` takes it. Any thread may call it, so that iterations do not wait for it."""
+        ...
+
     def copy_engine(self, slots: int) -> CopyEngine:
         """Return an engine that copies pages between the KV pool and a new host pool. Raises `OutOfMemory`."""
         ...

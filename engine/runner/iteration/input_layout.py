@@ -11,6 +11,7 @@ from weft.engine.config import Pod
 from weft.engine.plans.plan import MAX_NANO_BATCHES
 from weft.engine.wire.sampling import COLUMNS
 from weft.kernels.attention.work_lists import ITEM_FIELDS, SPLIT_FIELDS, TILE_FIELDS, TILE_ROWS
+from weft.kernels.matmul.adapter_work import ADAPTER_FIELDS, FEW_TOKENS, max_items
 
 COUNTS = ("tokens", "sampled", "updates")
 # Then follow prefill items per nano-batch, live tokens after the start of each range, and decode items per nano-batch
@@ -40,23 +41,31 @@ class Layout(NamedTuple):
     rope: bool = False  # Whether they then have three rotary positions.
     pod: Pod = "off"  # Whether decodes and chunks share one attention launch, if tiles are split.
     verifies: bool = False  # Whether iterations may have drafts.
+    adapters: int = 0  # LoRA adapters in memory at once; 0: none.
 
     @classmethod
     def of(
         cls, max_tokens: int, max_seqs: int, group: int, nano_batches: int = 1, max_part_slots: int = 1024,
         windows: Iterable[int | None] = (None,), unpacked: tuple[int, int] = (0, 0), prefill_slots: int = 0,
         pod: Pod = "off", verifies: bool = False, *, images: bool = False, rope: bool = False,
+        adapters: int = 0,
     ) -> Layout:  # fmt: skip
         tiles = -(-max_tokens // (TILE_ROWS // group)) + 2 * max_seqs + 2  # a chunk may begin and end inside one
         items = 2 * max_seqs + max_part_slots
         return cls(
             max_tokens, max_seqs, items, tiles + prefill_slots, max(4096, 2 * max_seqs), nano_batches, max_part_slots,
-            tuple(dict.fromkeys(windows)), unpacked, prefill_slots, images, rope, pod, verifies,
+            tuple(dict.fromkeys(windows)), unpacked, prefill_slots, images, rope, pod, verifies, adapters,
         )  # fmt: skip
 
     @property
     def prefill_fields(self) -> int:
         return SPLIT_FIELDS if self.prefill_slots else TILE_FIELDS
+
+    @property
+    def max_adapter_items(self) -> int:
+        """Items of rows with one adapter, of rows without one included, in any token bucket."""
+        few = min(self.max_tokens, FEW_TOKENS)
+        return max(max_items(few, self.adapters), max_items(self.max_tokens, self.adapters))
 
     @property
     def decode_lists(self) -> int:
@@ -72,6 +81,11 @@ class Layout(NamedTuple):
             "unpacked_items": (prefill_items, False),
             "kept_unpacked_items": (prefill_items, False),
         }
+        adapted = {
+            f"{prefix}adapter_{name}": (size, False)
+            for prefix in ("", "kept_")
+            for name, size in (("rows", t), ("items", self.max_adapter_items * ADAPTER_FIELDS), ("counts", 2))
+        }
         return {
             "counts": (DECODE + MAX_NANO_BATCHES * len(self.windows), False),
             "token_ids": (t, False),
@@ -84,6 +98,7 @@ class Layout(NamedTuple):
             "prefill_items": (prefill_items, False),
             "decoders": (self.nano_batches, False),
             **(unpacked if self.unpacked[0] else {}),
+            **(adapted if self.adapters else {}),
             "kept": (KEPT_PREFILL + MAX_NANO_BATCHES, False),
             "kept_tokens": (t, False),
             "kept_items": (prefill_items, False),

@@ -99,3 +99,26 @@ def check_pod(config: EngineConfig, spec: ModelSpec, backend: str, shape: Attent
             f"--pod {config.pod} needs a Hopper GPU, the triton attention back end, 16-bit KV, heads of size 64 or "
             "128, no windows and no --batch-invariant: leave it out"
         )
+
+
+def check_adapters(config: EngineConfig, spec: ModelSpec, backend: str) -> None:
+    """Check that a GPU computes adapters of this model. Raises `ConfigError`."""
+    why = ""
+    if not spec.native:
+        why = f"{spec.architecture} runs on transformers' code"
+    elif spec.quantization is not None:
+        why = "the model's matrices are in FP8"
+    elif spec.experts is not None:
+        why = f"{spec.architecture} has experts"
+    elif spec.latent is not None:
+        why = f"{spec.architecture} has latent attention"
+    elif spec.placement.parallel:
+        why = f"attention and MLP of {spec.architecture} are parallel"
+    elif config.batch_invariant:
+        why = "bits would depend on neighbours, so --batch-invariant excludes it"
+    elif config.drafting is not None:
+        why = "they exclude speculation"
+    elif backend != "triton":
+        why = "they need --attention-backend triton"
+    if why:
+        raise ConfigError(f"LoRA adapters do not run here on a GPU: {why}; use --device cpu, or merge the adapter")

@@ -24,7 +24,7 @@ from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.plans.choose import choose_plan, target_of
 from weft.engine.plans.plan import Plan, load_plan
 from weft.engine.runner.options.footprint import GIB, Footprint, memory_bytes
-from weft.engine.runner.options.gpu_limits import check_fp8, check_kernels, check_pod
+from weft.engine.runner.options.gpu_limits import check_adapters, check_fp8, check_kernels, check_pod
 from weft.engine.runner.options.machine import CPU_SEQUENCES
 from weft.engine.runner.options.transformers_shapes import attention_kinds, refuse_on_gpu
 from weft.kernels.attention import backends as attention_backends
@@ -72,6 +72,8 @@ class ResolvedConfig:
     late_launch: bool = False  # Delay launches so that late arrivals can join.
     drafting: DraftOptions | None = None  # How drafts are made; None: no speculation.
     adapters: bool = False  # Requests may use LoRA adapters.
+    adapter_slots: int = 0  # LoRA adapters in a GPU's memory at once; 0: none, or a CPU computes them.
+    adapter_rank: int = 0  # Largest rank of these adapters.
     states: StateLayout = NO_STATES  # Recurrent states in pages, in the dtypes in which they are kept.
 
     @property
@@ -172,6 +174,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     max_num_batched_tokens = config.max_num_batched_tokens or dense or (2048 if cuda else 512)
     if config.batch_invariant and max_num_batched_tokens < INVARIANT_CHUNK:
         raise ConfigError(f"--batch-invariant needs --max-num-batched-tokens {INVARIANT_CHUNK} or more")
+    if cuda and config.adapters:
+        check_adapters(config, spec, backend)
     if cuda and spec.native:
         check_kernels(spec)
     copies = sharers if isinstance(spec, TransformersSpec) else sharers // config.share.weight_sharers
@@ -214,6 +218,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         late_launch=alone if config.late_launch is None else config.late_launch,
         drafting=_drafting(config, spec, backend, cuda=cuda),
         adapters=config.adapters,
+        adapter_slots=config.max_loras if cuda and config.adapters else 0,
+        adapter_rank=config.max_lora_rank,
         states=states,
     )
     if config.batch_invariant and states.pages and max_num_batched_tokens < (step := resolved.chunk_step(spec)):

@@ -15,6 +15,7 @@ from weft.engine.model.implementation import choose_spec
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import load_weights
 from weft.engine.plans.pipeline import Pipeline
+from weft.engine.runner.cuda.adapter_slots import AdapterSlots
 from weft.engine.runner.cuda.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda.cuda_inputs import device_inputs
 from weft.engine.runner.cuda.cuda_layers import CudaLayers
@@ -77,10 +78,13 @@ def meta_executor(
         collectives = PeerCollectives(MetaMemory(sizes.total, ranks), 0, ranks, sizes)
     scales = weights.kv_page_scales(spec, config.kv.dtype)
     attention = TritonAttention(config.attention_shape(spec), gpu.sms, scales, batch_invariant=config.batch_invariant)
+    adapters = None
+    if config.adapter_slots:
+        adapters = AdapterSlots(spec, config.adapter_slots, config.adapter_rank, config.compute_dtype, config.device)
     layers = CudaLayers(
         spec, weights, device_inputs(spec, config, pipelines.nano_batches, images=images is not None),
         config.compute_dtype, attention,
-        invariant=config.batch_invariant, collectives=collectives, kv_scales=scales,
+        invariant=config.batch_invariant, collectives=collectives, kv_scales=scales, adapters=adapters,
         images=None if images is None else torch.empty(images, dtype=config.compute_dtype, device=config.device),
     )  # fmt: skip
     kv = torch.empty(config.kv.shape(2), dtype=config.kv.dtype, device=config.device)
