@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from weft.engine.config import EngineConfig
-from weft.engine.errors import ModelError
+from weft.engine.errors import ConfigError, ModelError
 from weft.engine.memory.model_id import model_id
 from weft.engine.memory.ssd_store import SsdStore, Store
 from weft.engine.memory.store_file import StoreFile
@@ -58,6 +58,8 @@ class Loading:
         self.own = self.spec.shard(0, config.tensor_parallel_size)  # This rank's shard of it.
         self.resolved = resolve(config, self.own)
         self.vision = served_vision(read_config(path), self.spec, config, self.resolved)  # None: text only.
+        if self.vision is not None and self.resolved.adapter_slots:
+            raise ConfigError("LoRA adapters do not run on a GPU for a model that takes images; use --device cpu")
         if self.vision is not None and config.speculation == "auto":
             self.resolved = replace(self.resolved, drafting=None)  # not tested with images
         self.model_id = self._model_id()
