@@ -459,3 +459,6 @@ def test_an_iteration_replays_the_graph_of_its_path() -> None:
         assert graphs.of(AttentionPath(path)) == want
         assert alone.of(AttentionPath(path)) == "model"
     assert graphs.of(None) == "model"
+    with_adapters = graphs._replace(adapted="adapted")
+    assert with_adapters.of(AttentionPath("pod_together")) == "both"
+    assert with_adapters.of(AttentionPath("pod_in_turn"), adapted=True) == "adapted"

@@ -80,7 +80,7 @@ class _Graphs(NamedTuple):
         with_adapters = torch.cuda.CUDAGraph() if adapted else None
         return cls(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), others, with_adapters)
 
-    def of(self, path: AttentionPath | None, *, adapted: bool) -> torch.cuda.CUDAGraph:
+    def of(self, path: AttentionPath | None, *, adapted: bool = False) -> torch.cuda.CUDAGraph:
         """Return the model's graph for this attention path. adapted: for an iteration with LoRA adapters."""
         if adapted and self.adapted is not None:
             return self.adapted
