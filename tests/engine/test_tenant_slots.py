@@ -399,4 +399,4 @@ class TestSlotMachine(SlotMachine.TestCase):  # type: ignore[misc]
 
     def runTest(self) -> None:
         super().runTest()
-        assert SlotMachine.yields > 50
+        assert SlotMachine.yields > 20  # by day; 50 in a whole run
