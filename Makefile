@@ -23,7 +23,7 @@ SUPERVISED := $(patsubst %,tests/server/test_%.py,supervision lifecycle workers 
 	first_start lora encoder_live real_models kv_store broken_disks broken_ranks several_models agent_replay) \
 	$(wildcard tests/server/test_conformance_*.py)
 BUSY := tests/autosearch tests/engine tests/kernels tests/examples tests/fleet tests/loadgen tests/tools \
-	$(patsubst %,tests/server/test_%.py,commands hub log_stall signals) $(wildcard tests/server/test_tool_*.py)
+	$(patsubst %,tests/server/test_%.py,hub log_stall)
 INSTALL := $(BIN)/python tools/install
 # Compile modules at their first import. Only a small part of these packages is ever imported.
 LAZY := --no-compile

@@ -122,6 +122,7 @@ def test_an_adapter_in_the_batch_leaves_the_bits_of_a_row(model: Path, plain: Pa
         assert np.array_equal(own, theirs)
 
 
+@pytest.mark.nightly
 def test_two_ranks_are_close_to_one(model: Path) -> None:
     one, two = _answers(model, quantization="none"), _answers(model, tensor_parallel_size=2)
     assert 0 < _differences(two, one).mean() < BOUND

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 from list_device import ListDevice
@@ -229,6 +230,7 @@ TestTierMachine = TierMachine.TestCase
 TestTierMachine.settings = MACHINE_SETTINGS
 
 
+@pytest.mark.nightly
 class TestCollidingTierMachine(CollidingTierMachine.TestCase):  # type: ignore[misc]
     settings = MACHINE_SETTINGS
 

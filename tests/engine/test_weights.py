@@ -205,7 +205,7 @@ def test_a_truncated_file_is_named(whole: Path, left: int) -> None:
     assert "not a complete safetensors file" in refusal(whole)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 def test_a_checkpoint_that_is_overwritten_or_truncated_changes_nothing(whole: Path, dtype: str) -> None:
     script = f"""
 import os, sys

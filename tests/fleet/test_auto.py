@@ -93,6 +93,7 @@ class Endless(Listener):
         return rows
 
 
+@pytest.mark.nightly
 def test_requests_that_end_together_cost_no_slots() -> None:
     adapts, fixed = Endless((161, 200), 256, auto=True), Endless((161, 200), 256, auto=False)
     rows, others = adapts.serve(45), fixed.serve(45)

@@ -44,7 +44,7 @@ SAME_BODIES = "^/invocations$|/render$|^/rerank$|^/v2/rerank$|^/score$|^/classif
 """paths with the bodies and rules of other paths"""
 
 
-@pytest.mark.parametrize(("cases", "without"), [(10, SAME_BODIES), pytest.param(60, "^$", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("cases", "without"), [(5, SAME_BODIES), pytest.param(60, "^$", marks=pytest.mark.nightly)])
 def test_every_answer_is_described_by_the_schema(tmp_path: Path, cases: int, without: str) -> None:
     """`cases`: random cases per endpoint at most, in addition to those for every single rule of the schema. `without`:
     excluded paths."""

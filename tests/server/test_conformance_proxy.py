@@ -20,7 +20,11 @@ from free_port import free_port
 from live import Daemon, running
 
 PROXY = Path(__file__).parents[2] / "build" / "clients" / "litellm" / "bin" / "litellm"
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PROXY.exists(), reason="it could not be installed")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.nightly,
+    pytest.mark.skipif(not PROXY.exists(), reason="it could not be installed"),
+]
 
 KEY = "sk-proxy"
 WAYS = {"hosted_vllm": "/v1", "openai": "/v1", "anthropic": ""}

@@ -195,7 +195,9 @@ async def test_sigterm_lets_open_streams_finish_and_accepts_no_new_ones(tmp_path
         assert "Traceback" not in daemon.stderr()
 
 
-@pytest.mark.parametrize("signals", [1, 2], ids=["drain timeout", "second signal"])
+@pytest.mark.parametrize(
+    "signals", [pytest.param(1, id="drain timeout", marks=pytest.mark.nightly), pytest.param(2, id="second signal")]
+)
 async def test_streams_that_do_not_finish_get_an_error_event(tmp_path: Path, signals: int) -> None:
     with running(tmp_path, "--drain-timeout", "0.1" if signals == 1 else "60") as daemon:
         async with open_streams(daemon, 4) as streams:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 OPTIONS = ("--device", "cpu", "--replicas", "2", "--num-pages", "400", "--drain-timeout", "240")
 
 
-@pytest.mark.parametrize("how", ["the other engine is killed", "SIGTERM"])
+@pytest.mark.parametrize("how", ["the other engine is killed", pytest.param("SIGTERM", marks=pytest.mark.nightly)])
 async def test_streams_of_the_only_ready_engine_get_their_end(tmp_path: Path, how: str) -> None:
     port = free_port()
     daemon = Daemon(tmp_path / "log", "--port", str(port), *OPTIONS)

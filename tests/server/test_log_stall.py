@@ -101,8 +101,7 @@ def test_lines_return_with_the_reader(port: int, started: list[subprocess.Popen[
     "redirections",
     [
         "2>/dev/full",
-        "2>&-",
-        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("<&- >&- 2>&-", ">/dev/full", ">&-")),
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("2>&-", "<&- >&- 2>&-", ">/dev/full", ">&-")),
     ],
 )
 def test_closed_and_full_streams_do_not_stop_the_daemon(

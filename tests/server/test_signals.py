@@ -211,7 +211,7 @@ async def test_an_engine_that_dumps_its_stacks_while_it_computes_continues(tmp_p
         assert "no Python stacks" not in daemon.stderr()
 
 
-@pytest.mark.parametrize("nohup", [False, True])
+@pytest.mark.parametrize("nohup", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_closing_terminal_ends_the_daemon_started_on_it(tmp_path: Path, nohup: bool) -> None:
     serve = [sys.executable, "-P", "-m", "weft.server.daemon.cli", "serve", "--port", "0"]
     with (tmp_path / "stdout").open("wb") as out, (tmp_path / "stderr").open("wb") as err:

@@ -178,7 +178,9 @@ async def test_a_stopped_engine_is_reported_within_seconds_and_replaced(tmp_path
             assert "last batch: step" not in log
 
 
-@pytest.mark.parametrize("as_on_a_gpu", [False, True], ids=["cpu", "as on a gpu"])
+@pytest.mark.parametrize(
+    "as_on_a_gpu", [pytest.param(False, id="cpu", marks=pytest.mark.nightly), pytest.param(True, id="as on a gpu")]
+)
 async def test_a_step_that_never_ends_is_detected(tmp_path: Path, as_on_a_gpu: bool) -> None:
     trigger, env = hanging(tmp_path, as_on_a_gpu=as_on_a_gpu)
     with running(tmp_path, *WATCHED, "--step-timeout", "2", env=env) as daemon:
