@@ -19,11 +19,10 @@ PINS ?=
 PINNED := $(VENV)/constraints.txt
 # `make test` runs three lanes of about equal length: one computes, two often wait. Each starts once its tools are
 # there, so downloads for one overlap with the others.
-SUPERVISED := $(patsubst %,tests/server/test_%.py,supervision lifecycle workers takeover handover replicas_live ranks_live \
-	first_start lora encoder_live real_models kv_store broken_disks broken_ranks several_models agent_replay) \
-	$(wildcard tests/server/test_conformance_*.py)
-BUSY := tests/autosearch tests/engine tests/kernels tests/examples tests/fleet tests/loadgen tests/tools \
-	$(patsubst %,tests/server/test_%.py,hub log_stall)
+SUPERVISED := $(patsubst %,tests/server/test_%.py,supervision hub lifecycle workers takeover handover replicas_live ranks_live \
+	first_start lora encoder_live real_models kv_store broken_disks broken_ranks several_models agent_replay log_stall) \
+	tests/examples $(wildcard tests/server/test_conformance_*.py)
+BUSY := tests/autosearch tests/engine tests/kernels tests/fleet tests/loadgen tests/tools
 INSTALL := $(BIN)/python tools/install
 # Compile modules at their first import. Only a small part of these packages is ever imported.
 LAZY := --no-compile
@@ -79,7 +78,7 @@ brisk: $(VENV)/.test
 
 # Each client has its own environment, because they need different versions.
 FOREIGN := tests/server/foreign/clients.txt
-DAILY := openai_agents langchain ollama litellm
+DAILY := openai_agents ollama litellm
 foreign: NAMES :=
 daily: NAMES := $(DAILY)
 foreign daily: $(VENV)/.test

@@ -173,6 +173,7 @@ def test_a_search_ends_in_its_time(recorded: Profile) -> None:
     assert 200 < bench.now <= 400
 
 
+@pytest.mark.nightly
 def test_the_solver_keeps_to_its_time_and_every_load_gets_a_share(
     recorded: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ class Device:
         return Phase(float(np.mean([value <= OBJECTIVE.limit for value in values])), float(np.mean(rates)))
 
 
+@pytest.mark.nightly
 def test_limited_chunks_keep_the_objective_that_slots_alone_miss() -> None:
     both, alone = Device(cut=True, seed=1), Device(cut=False, seed=1)
     phases = [(both.serve(shape), alone.serve(shape)) for shape in SHAPES]

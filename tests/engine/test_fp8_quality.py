@@ -29,6 +29,7 @@ def losses(questions: dict[str, int]) -> dict[tuple[str, str], float]:
     return found
 
 
+@pytest.mark.nightly
 def test_a_few_questions_are_answered_as_in_16_bits() -> None:
     lost = losses(BY_DAY)
     assert all(loss <= (1 / 16 if "recall" not in task else 0) for (task, _), loss in lost.items()), lost

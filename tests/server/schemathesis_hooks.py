@@ -85,5 +85,5 @@ def before_call(_: Any, case: Any, __: dict[str, Any]) -> None:
         body["max_tokens"] = 2
     for message in body.get("messages") or ():
         # A result without its call is not a conversation, and the template does not render other roles.
-        if message["role"] not in ("system", "user", "assistant"):
+        if isinstance(message, dict) and message.get("role") not in ("system", "user", "assistant"):
             message["role"] = "user"

@@ -223,6 +223,7 @@ def all_spilled(daemon: Daemon) -> float:
         time.sleep(0.05)
 
 
+@pytest.mark.nightly
 def test_idle_conversations_outlive_a_killed_daemon(tmp_path: Path) -> None:
     """Idle pages are on the SSD without a request for it, and are found there."""
     options = ["--page-size", "8", "--host-kv-gib", "0.1", "--ssd-kv-path", str(tmp_path / "kv"), "--ssd-kv-gib", "0.2"]

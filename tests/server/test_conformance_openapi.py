@@ -40,20 +40,24 @@ def statuses(report: Path) -> Counter[tuple[str, int]]:
 NEVER = "^/admin/profile$|/input_tokens$|/count_tokens$|^/pause$|^/sleep$"
 """paths: the first takes as long as the request says, the next take other endpoints' bodies, and after the last two
 later requests would wait for an operator"""
+ALL_PHASES = "examples,coverage,fuzzing"
 SAME_BODIES = "^/invocations$|/render$|^/rerank$|^/v2/rerank$|^/score$|^/classify$|^/pooling$"
 """paths with the bodies and rules of other paths"""
 
 
-@pytest.mark.parametrize(("cases", "without"), [(5, SAME_BODIES), pytest.param(60, "^$", marks=pytest.mark.nightly)])
-def test_every_answer_is_described_by_the_schema(tmp_path: Path, cases: int, without: str) -> None:
-    """`cases`: random cases per endpoint at most, in addition to those for every single rule of the schema. `without`:
-    excluded paths."""
+@pytest.mark.parametrize(
+    ("cases", "without", "phases"),
+    [(10, SAME_BODIES, "examples,fuzzing"), pytest.param(60, "^$", ALL_PHASES, marks=pytest.mark.nightly)],
+)
+def test_every_answer_is_described_by_the_schema(tmp_path: Path, cases: int, without: str, phases: str) -> None:
+    """`cases`: random cases per endpoint at most, in addition to those for every single rule of the schema in the phase
+    "coverage". `without`: excluded paths."""
     with running(tmp_path, "--max-model-len", "96", "--admin-api-key", KEY) as daemon:
         done = subprocess.run(
             [
                 *(sys.executable, "-P", "-c", "from schemathesis.cli import schemathesis; schemathesis()", "run"),
                 *("--header", f"Authorization: Bearer {KEY}", "--generation-deterministic", "--continue-on-failure"),
-                *("--max-examples", str(cases), "--phases", "examples,coverage,fuzzing", "--request-timeout", "240"),
+                *("--max-examples", str(cases), "--phases", phases, "--request-timeout", "240"),
                 *("--exclude-path-regex", f"{NEVER}|{without}"),
                 # No schema expresses errors of combined fields: prompt + max_tokens beyond the context …
                 *("--exclude-checks", "positive_data_acceptance"),
@@ -75,9 +79,9 @@ def test_every_answer_is_described_by_the_schema(tmp_path: Path, cases: int, wit
         answered = statuses(tmp_path / "report")
         generating = ("completions", "chat/completions", "responses", "messages", "embeddings")
         for endpoint in ("POST /tokenize", *(f"POST /v1/{name}" for name in generating)):
-            assert answered[endpoint, 200] >= 5
-            assert answered[endpoint, 400] >= 20
-        assert answered.total() > 1000
+            assert answered[endpoint, 200] >= (5 if phases == ALL_PHASES else 1)
+            assert answered[endpoint, 400] >= (20 if phases == ALL_PHASES else 1)
+        assert answered.total() > (1000 if phases == ALL_PHASES else 300)
         assert max(status for _, status in answered) < 500
         assert daemon.process.poll() is None
         assert "Traceback" not in daemon.stderr()

@@ -108,6 +108,7 @@ def test_the_admin_port_serves_nothing_else(limited: Limited) -> None:
     assert "--admin-port" in elsewhere.json()["error"]["message"]
 
 
+@pytest.mark.nightly
 def test_a_successor_takes_the_admin_port_over(tmp_path: Path) -> None:
     port, admin_port = free_port(), free_port()
     words = ("--port", str(port), "--admin-port", str(admin_port), "--handover", str(tmp_path / "handover"))

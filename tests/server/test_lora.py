@@ -188,6 +188,7 @@ def test_a_killed_engine_has_its_adapters_again(served: Served) -> None:
     assert served.tokens("configured") == served.expected(served.folder / "configured")
 
 
+@pytest.mark.nightly
 def test_a_wrong_configured_adapter_ends_the_start_in_one_line(tmp_path: Path) -> None:
     daemon = Daemon(tmp_path / "stderr", "--lora-modules", f"mine={tmp_path}")
     assert daemon.process.wait(240) == 1

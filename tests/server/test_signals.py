@@ -161,6 +161,7 @@ def test_the_certificate_is_read_again(tmp_path: Path) -> None:
         daemon.end()
 
 
+@pytest.mark.nightly
 async def test_other_signals_end_nothing(tmp_path: Path) -> None:
     with running(tmp_path) as daemon:
         async with (

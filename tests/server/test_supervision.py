@@ -150,7 +150,7 @@ if {as_on_a_gpu}:
     return trigger, patched(tmp_path / "site", code)
 
 
-@pytest.mark.parametrize("streams", [0, 8])
+@pytest.mark.parametrize("streams", [pytest.param(0, marks=pytest.mark.nightly), 8])
 async def test_a_stopped_engine_is_reported_within_seconds_and_replaced(tmp_path: Path, streams: int) -> None:
     with running(tmp_path, "--api-workers", "2", *WATCHED) as daemon:
         async with client(daemon) as http:
@@ -278,6 +278,7 @@ async def test_a_checkpoint_that_is_unreadable_for_a_while_is_waited_for(tmp_pat
             await until_status(http, "/ready", 200)
 
 
+@pytest.mark.nightly
 async def test_too_many_restarts_end_the_daemon_with_one_line(tmp_path: Path) -> None:
     with running(tmp_path, "--engine-restart-limit", "1") as daemon:
         async with client(daemon) as http:

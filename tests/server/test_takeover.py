@@ -181,6 +181,7 @@ async def test_a_successor_that_cannot_start_changes_nothing(tmp_path: Path) -> 
         old.end()
 
 
+@pytest.mark.nightly
 async def test_a_restart_with_a_held_port_refuses_no_connection(tmp_path: Path) -> None:
     """As with systemd's socket unit: connections wait in the queue from the end of one daemon to the start of the
     next."""

@@ -271,6 +271,7 @@ async def test_engine_death_reaches_the_clients_of_every_process(tmp_path: Path)
         assert "Traceback" not in daemon.stderr()
 
 
+@pytest.mark.nightly
 async def test_an_engine_can_be_started_again(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(MODEL_PATH, model)
