@@ -177,7 +177,7 @@ class EngineConfig(BaseModel):
     and disk sizes are for all ranks together"""
     speculation: Speculation = "off"
     """verify several drafted tokens of a request per iteration, which changes no token; drafts repeat the request's own
-    text. 'auto' drafts as much as measurements show to pay, 'suffix' and 'ngram' draft as much as they can (on CPUs)"""
+    text. 'auto' drafts as much as measurements show to pay, 'suffix' and 'ngram' draft as much as they can"""
     speculation_depth: int | None = Field(None, ge=1, le=MOST_DRAFTS)
     """maximum draft tokens of a request per iteration [16; ngram 5]"""
     speculative_config: str | None = Field(None, min_length=1)
