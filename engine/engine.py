@@ -205,11 +205,12 @@ class Engine:
                 "LoRA adapters are supported for models with an implementation of weft's own; "
                 f"this one runs on {self.resolved.device.type} as {self.spec.architecture}"
             )
-        reader = AdapterReader(self.spec, config.model_path, self.resolved.compute_dtype, config.max_lora_rank)
+        own = self.spec.shard(0, config.tensor_parallel_size)
+        reader = AdapterReader(own, config.model_path, self.resolved.compute_dtype, config.max_lora_rank)
 
         def read(path: Path) -> tuple[str, Adapter]:
             digest, adapter = reader(path)
-            return digest, self.runner.stage_adapter(adapter)
+            return digest, self.runner.stage_adapter(adapter, path, digest)
 
         scheduler = self.scheduler
         made = Adapters(

@@ -151,7 +151,7 @@ class EngineConfig(BaseModel):
     ssd_kv_gib: float = Field(64.0, gt=0, le=2**20)
     """disk space in GiB for --ssd-kv-path, allocated at start"""
     enable_lora: bool = False
-    """serve LoRA adapters over the model, also without `lora_modules`; without tensor parallelism only"""
+    """serve LoRA adapters over the model, also without `lora_modules`"""
     lora_modules: list[Annotated[str, Field(pattern=_LORA_MODULE, title=_LORA_TITLE)]] = Field([])
     """adapters to load at start and their model names; may be repeated; a directory in PEFT's format each"""
     lora_dir: str | None = Field(None, min_length=1)
@@ -296,8 +296,6 @@ class EngineConfig(BaseModel):
         both = self.speculative_config is not None
         yield both and self.speculation != "off", "give speculation or speculative_config, not both"
         yield self.speculation_depth and self.speculation == "off", "speculation_depth needs speculation"
-        many = self.adapters and self.tensor_parallel_size > 1
-        yield many, "LoRA adapters do not support tensor_parallel_size above 1 yet"
         yield self.adapters and dummy, "LoRA adapters need a model with weights, not load_format dummy"
 
     def for_measuring(self) -> EngineConfig:

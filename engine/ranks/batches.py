@@ -20,6 +20,7 @@ _KINDS: tuple[type[np.generic], ...] = (
     *(_I, _I, _I, _I, _I),  # count resets, prompt logprobs
     *(_I, _I),  # hidden states
     *(_I, np.bool_, _I, _I, _I, _I),  # recurrent states
+    _I,  # adapters of requests; none: no request has one
 )
 
 
@@ -46,6 +47,7 @@ def arrays_of(batch: Batch) -> list[np.ndarray]:
         np.array([(p.row, len(p.token_rows)) for p in batch.pooled], np.int32),
         np.concatenate([p.token_rows for p in batch.pooled] or [empty]),
         *(batch.states if batch.states is not None else [empty] * len(StateRows._fields)),
+        empty if batch.adapters is None else batch.adapters,
     ]  # fmt: skip
     return [np.asarray(array, kind) for array, kind in zip(arrays, _KINDS, strict=True)]
 
@@ -63,6 +65,7 @@ def batch_of(arrays: Sequence[Bytes]) -> Batch:
     columns = dict(zip((column.name for column in COLUMNS), take(len(COLUMNS)), strict=True))
     resets, tokens, scores, token_rows, targets, pooled, pooled_rows = take(7)
     read, fresh, write, rows, ends, copies = take(len(StateRows._fields))
+    (adapters,) = take(1)
     cleared, scored, wanted = (
         resets.reshape(-1, 3).tolist(),
         scores.reshape(-1, 3).tolist(),
@@ -89,7 +92,7 @@ def batch_of(arrays: Sequence[Bytes]) -> Batch:
             read.reshape(-1, state_pages), fresh, write.reshape(-1, state_pages), rows, ends,
             copies.reshape(-1, state_pages),
         ),
-        drafted=bool(drafted),
+        drafted=bool(drafted), adapters=adapters if len(adapters) else None,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -21,10 +22,11 @@ from weft.engine.memory.ssd_store import Job, Outcome, SsdStore
 from weft.engine.memory.store_file import StoreFile, StoreUnavailable
 from weft.engine.memory.tier_setup import opened_again
 from weft.engine.memory.transfer import Copy, CopyEngine, Pairs
+from weft.engine.ranks.adapters import FollowingAdapters
 from weft.engine.ranks.agreement import barrier
 from weft.engine.ranks.batches import batch_of
-from weft.engine.ranks.leader import BROKEN, DONE, LOST, PENDING, POLL_SECONDS
 from weft.engine.ranks.links import LOOK_SECONDS, Bytes, Links
+from weft.engine.ranks.operations import BROKEN, DONE, LOST, PENDING, POLL_SECONDS
 from weft.engine.ranks.ring import Kind, RingReader
 from weft.engine.runner.cpu.cpu_runner import CpuRunner
 from weft.engine.runner.device.collectives import Collectives
@@ -67,15 +69,16 @@ def _outcome(work: Copy | Job) -> int:
 class Follower:
     def __init__(
         self, links: Links, runner: Runner, collectives: Collectives, file: StoreFile | None, threads: int,
-        reopen: Callable[[], StoreFile],
+        reopen: Callable[[], StoreFile], adapters: FollowingAdapters | None = None,
     ) -> None:  # fmt: skip
         """file: the file of this rank's SSD tier. threads: compute threads for iterations. reopen: opens the file
         after its disk failed."""
         self._links, self._runner, self._collectives, self._file = links, runner, collectives, file
-        self._threads, self._reopen = threads, reopen
+        self._threads, self._reopen, self._adapters = threads, reopen, adapters
         self._ring = RingReader(links)
         self._outcomes, self._state = links.outcomes()[links.rank], links.state(links.rank)
-        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[Batch | Callable[[], None] | None] = queue.SimpleQueue()
+        """Iterations, and changes of adapters between them."""
         self._taken = self._computed = 0
         """Iterations taken from the ring, and iterations computed on this rank."""
         self._held: deque[_HeldCopy] = deque()
@@ -93,7 +96,10 @@ class Follower:
         listener.start()
         with torch.inference_mode():
             while (batch := self._next(heartbeat)) is not None:
-                if isinstance(self._runner, CpuRunner):
+                if callable(batch):
+                    self._wait_for_launched(0)
+                    batch()
+                elif isinstance(self._runner, CpuRunner):
                     self._runner.run(batch)
                     self._computed += 1
                 else:
@@ -104,7 +110,7 @@ class Follower:
         listener.join()
         self._runner.close()
 
-    def _next(self, heartbeat: Callable[[], None]) -> Batch | None:
+    def _next(self, heartbeat: Callable[[], None]) -> Batch | Callable[[], None] | None:
         while True:
             heartbeat()
             try:
@@ -152,9 +158,22 @@ class Follower:
             if self._store is not None:
                 self._store.close()
             self._copies.close()
+        elif kind in (Kind.READ_ADAPTER, Kind.ADD_ADAPTER, Kind.DROP_ADAPTER):
+            self._run_adapter_order(kind, numbers, arrays[1:])
         else:
             self._run_store_order(kind, numbers, arrays[1:])
         return True
+
+    def _run_adapter_order(self, kind: Kind, numbers: list[int], texts: Sequence[Bytes]) -> None:
+        assert self._adapters is not None
+        if kind is Kind.READ_ADAPTER:
+            place, ticket, oldest = numbers
+            path, digest = (text.tobytes().decode("utf-8", "surrogateescape") for text in texts)
+            self._transfers.append(_Transfer(place, self._adapters.begin(ticket, oldest, Path(path), digest)))
+        elif kind is Kind.ADD_ADAPTER:
+            self._batches.put(self._adapters.adding(*numbers))
+        else:
+            self._batches.put(self._adapters.dropping(*numbers))
 
     def _run_store_order(self, kind: Kind, numbers: list[int], texts: Sequence[Bytes]) -> None:
         if kind is Kind.SCAN:

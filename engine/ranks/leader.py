@@ -6,10 +6,11 @@ it, and has failed if it failed on any rank.
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
@@ -23,9 +24,11 @@ from weft.engine.model.adapter import Adapter
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import Weights
 from weft.engine.progress import Progress, notice
+from weft.engine.ranks.adapters import LeadingAdapters
 from weft.engine.ranks.agreement import agree, barrier
 from weft.engine.ranks.batches import arrays_of
-from weft.engine.ranks.links import OPERATIONS, Links, State
+from weft.engine.ranks.links import Links, State
+from weft.engine.ranks.operations import BROKEN, DONE, LOST, PENDING, POLL_SECONDS, Operations
 from weft.engine.ranks.ring import Kind, RingWriter
 from weft.engine.ranks.runners import rank_runner
 from weft.engine.ranks.shared_collectives import SharedCollectives
@@ -36,37 +39,7 @@ from weft.engine.runner.iteration.batch import Batch
 from weft.engine.runner.memory.sleep import Sleepless
 from weft.engine.runner.options.resolve import ResolvedConfig
 
-POLL_SECONDS = 1e-3  # Seconds between checks of whether the other ranks are done.
 OTHER_FAILED = "the disk of another rank failed"
-PENDING, DONE, LOST, BROKEN = range(4)  # Outcomes of an operation on another rank.
-
-
-class Operations:
-    """Numbers the operations in progress and collects their outcomes from the other ranks."""
-
-    def __init__(self, links: Links) -> None:
-        self._links = links
-        self._outcomes = links.outcomes()[1:]
-        self._outcomes[:] = DONE
-        self._numbers = itertools.count()
-
-    def begin(self) -> int:
-        while self.worst(place := next(self._numbers) % OPERATIONS) == PENDING:
-            pass  # its disk hangs
-        self._outcomes[:, place] = PENDING
-        return place
-
-    def worst(self, place: int) -> int:
-        """Return the worst outcome of any rank, or `PENDING` while it is pending on one."""
-        column = self._outcomes[:, place]
-        return PENDING if (column == PENDING).any() else int(column.max())
-
-    def wait(self, place: int) -> int:
-        """Return `worst` once no rank is pending. Raises `RankLost`."""
-        while (worst := self.worst(place)) == PENDING:
-            self._links.check()
-            time.sleep(POLL_SECONDS)
-        return worst
 
 
 def lead(
@@ -89,8 +62,6 @@ def lead(
 class LeadingRunner:
     """See `runner.Runner`. stores: every rank has an SSD tier file."""
 
-    adapters: MutableMapping[int, Adapter] | None = None
-
     def __init__(self, runner: Runner, links: Links, collectives: Collectives, *, stores: bool) -> None:
         self.own, self.stores = runner, stores
         self.num_pages, self.preparation = runner.num_pages, runner.preparation
@@ -100,8 +71,14 @@ class LeadingRunner:
         self._others = {rank: links.state(rank) for rank in links.peers}
         self._collectives = collectives
 
-    def stage_adapter(self, adapter: Adapter) -> Adapter:
-        return adapter
+    @cached_property
+    def adapters(self) -> LeadingAdapters | None:
+        own = self.own.adapters
+        return None if own is None else LeadingAdapters(own, self._ring, self._operations)
+
+    def stage_adapter(self, adapter: Adapter, path: Path, digest: str) -> Adapter:
+        assert self.adapters is not None
+        return self.adapters.read(self.own.stage_adapter(adapter, path, digest), path, digest)
 
     def copy_engine(self, slots: int) -> CopyEngine:
         self._ring.send(Kind.POOL, np.array([slots]))

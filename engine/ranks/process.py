@@ -39,8 +39,10 @@ def _serve(config: EngineConfig, links: Links, heartbeat: Heartbeat, start_timeo
 
     from weft.engine.memory.model_id import model_id
     from weft.engine.memory.tier_setup import open_store, reopened
+    from weft.engine.model.adapter import AdapterReader
     from weft.engine.model.directory import read_spec
     from weft.engine.model.implementation import in_format
+    from weft.engine.ranks.adapters import FollowingAdapters
     from weft.engine.ranks.agreement import agree
     from weft.engine.ranks.follower import Follower
     from weft.engine.ranks.runners import rank_runner
@@ -66,7 +68,11 @@ def _serve(config: EngineConfig, links: Links, heartbeat: Heartbeat, start_timeo
             file = None
         runner = rank_runner(links, spec, weights, config, resolved, collectives, report)
         links.on_progress = heartbeat
-    Follower(links, runner, collectives, file, resolved.cpu_threads, lambda: reopened(*store)).run(heartbeat)
+    adapters = None
+    if config.adapters and runner.adapters is not None:
+        reader = AdapterReader(spec, config.model_path, resolved.compute_dtype, config.max_lora_rank)
+        adapters = FollowingAdapters(runner.adapters, reader)
+    Follower(links, runner, collectives, file, resolved.cpu_threads, lambda: reopened(*store), adapters).run(heartbeat)
 
 
 def main() -> int:

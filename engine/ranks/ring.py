@@ -37,6 +37,10 @@ class Kind(IntEnum):
     RESET = 9
     CLOSE_POOL = 10
     END = 11
+    READ_ADAPTER = 12  # Read a LoRA adapter from its directory.
+    ADD_ADAPTER = 13
+    """Give an adapter that was read its number in batches. The orders of adapters keep their place among iterations."""
+    DROP_ADAPTER = 14
 
 
 class Order(NamedTuple):

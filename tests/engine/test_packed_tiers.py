@@ -25,7 +25,8 @@ from weft.engine.memory.store_file import StoreFile
 from weft.engine.memory.tiers import Tiers
 from weft.engine.memory.transfer import Copy, Remainders, remainders_for
 from weft.engine.ranks.follower import _outcome
-from weft.engine.ranks.leader import BROKEN, DONE, LOST, LeadingCopy
+from weft.engine.ranks.leader import LeadingCopy
+from weft.engine.ranks.operations import BROKEN, DONE, LOST
 from weft.kernels.formats.packed_page import PackedPage
 
 LAYOUT = KvLayout(3, 2, 16, 2, 32, torch.bfloat16)

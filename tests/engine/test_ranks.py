@@ -26,8 +26,9 @@ from weft.engine.memory.store_file import StoreFile
 from weft.engine.plans.plan import Plan, Target
 from weft.engine.ranks import batches, follower, group, process, runners
 from weft.engine.ranks import links as links_module
-from weft.engine.ranks.leader import DONE, PENDING, LeadingRunner
+from weft.engine.ranks.leader import LeadingRunner
 from weft.engine.ranks.links import OPERATIONS, SLOT_BYTES, Descriptors, Links
+from weft.engine.ranks.operations import DONE, PENDING
 from weft.engine.ranks.ring import Kind, RingReader, RingWriter
 from weft.engine.ranks.shared_collectives import SharedCollectives
 from weft.engine.runner.cpu.cpu_runner import CpuRunner
@@ -238,7 +239,7 @@ def a_batch(generator: np.random.Generator, masks: int = 2) -> Batch:
     slot_mapping = generator.integers(0, 2**40, 9)
     return Batch(
         7, 2, ints(4), ints(4), ints(4), ints(4), ints(9), ints(9), slot_mapping, ints(4, 3), ints(4), sampling, resets,
-        scores,
+        scores, adapters=ints(4) if masks else None,
     )  # fmt: skip
 
 

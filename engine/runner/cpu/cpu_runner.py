@@ -134,7 +134,7 @@ class CpuRunner:
     def adapters(self) -> MutableMapping[int, Adapter] | None:
         return self._executor.adapters if isinstance(self._executor, CpuExecutor) else None
 
-    def stage_adapter(self, adapter: Adapter) -> Adapter:
+    def stage_adapter(self, adapter: Adapter, *_: object) -> Adapter:
         return adapter
 
     def copy_engine(self, slots: int) -> CpuCopyEngine:

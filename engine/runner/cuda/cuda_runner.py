@@ -241,7 +241,7 @@ class CudaRunner:
     def adapters(self) -> MutableMapping[int, Adapter] | None:
         return self._adapters
 
-    def stage_adapter(self, adapter: Adapter) -> Adapter:
+    def stage_adapter(self, adapter: Adapter, *_: object) -> Adapter:
         return adapter if self._adapters is None else self._adapters.stage(adapter)
 
     def copy_engine(self, slots: int) -> CudaCopyEngine:

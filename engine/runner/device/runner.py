@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from pathlib import Path
 from typing import Protocol
 
 from weft.engine.memory.transfer import CopyEngine
@@ -51,8 +52,10 @@ class Runner(Protocol):
         """LoRA adapters by number, to be changed between iterations; None if the runner supports none."""
         ...
 
-    def stage_adapter(self, adapter: Adapter) -> Adapter:
-        """Return an adapter as `adapters` takes it. Any thread may call it, so that iterations do not wait for it."""
+    def stage_adapter(self, adapter: Adapter, path: Path, digest: str, /) -> Adapter:
+        """Return an adapter as `adapters` takes it. Another thread may call it, so that iterations do not wait for it.
+
+        path, digest: its directory and content, which other ranks read. Raises `WeftError`."""
         ...
 
     def copy_engine(self, slots: int) -> CopyEngine:

@@ -108,6 +108,8 @@ def check_adapters(config: EngineConfig, spec: ModelSpec, backend: str) -> None:
         why = f"{spec.architecture} runs on transformers' code"
     elif spec.quantization is not None:
         why = "the model's matrices are in FP8"
+    elif spec.shard_of.ranks > 1:
+        why = "several ranks have the model"
     elif spec.experts is not None:
         why = f"{spec.architecture} has experts"
     elif spec.latent is not None:
