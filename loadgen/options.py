@@ -84,8 +84,9 @@ def add_arrival_flags(group: argparse._ArgumentGroup) -> None:
 
 def add_content_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--preset", choices=["splitwise", "lmsys", "sharegpt"],
-        help="log-normal lengths with means and deviations of the NanoFlow paper's Table 4")  # fmt: skip
+    add("--preset", choices=["splitwise", "lmsys", "sharegpt", "arxiv"],
+        help="log-normal lengths with means and deviations of the NanoFlow paper's Table 4, or of summaries of papers "
+        "(arxiv)")  # fmt: skip
     add("--input", metavar="SPEC", help="prompt tokens: N, uniform:LOW:HIGH or lognormal:MEAN:SD [256]")
     add("--output", metavar="SPEC", help="output tokens, in the same format [128]")
     add("--lengths", metavar="FILE", help="draw lengths from a JSON list of [input, output] pairs, or a two-column CSV")

@@ -15,7 +15,7 @@ from weft.loadgen.run import Run
 from weft.loadgen.slo import RULES
 from weft.loadgen.sweep import Sweep
 from weft.loadgen.terminal import verdict
-from weft.loadgen.units import show_seconds
+from weft.loadgen.units import show_ratio, show_seconds
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; max-width: 66rem; margin: 2rem auto;
@@ -121,8 +121,9 @@ def _run_parts(run: Run) -> list[str]:
         low, high = d.p99_interval
         interval = f"{show_seconds(max(low, 0.0))} – {show_seconds(high)}" if high != inf else "too few requests"
         values = [show_seconds(value) for value in (d.mean, d.sd, d.p50, d.p90, d.p95, d.p99, d.max)]
-        rows.append([TITLES[name], *values, interval])
-    parts.append(_table(["", "mean", "deviation", "p50", "p90", "p95", "p99", "max", "95 % interval of p99"], rows))
+        rows.append([TITLES[name], *values, show_ratio(d.p99_over_mean), interval])
+    columns = ["mean", "deviation", "p50", "p90", "p95", "p99", "max", "p99 / mean", "95 % interval of p99"]
+    parts.append(_table(["", *columns], rows))
     through, tokens = run.throughput(), run.tokens()
     rows = [[f"Requests: {escape(name)}", str(n)] for name, n in run.measures.outcomes().items()]
     rows += [

@@ -65,12 +65,14 @@ class Distribution:
     p99: float
     max: float
     p99_interval: tuple[float, float]
+    p99_over_mean: float  # Without a unit; NaN if the mean is 0.
 
     @staticmethod
     def of(values: Values) -> Distribution:
         if not len(values):
-            return Distribution(0, nan, nan, nan, nan, nan, nan, nan, (nan, nan))
+            return Distribution(0, nan, nan, nan, nan, nan, nan, nan, (nan, nan), nan)
         p50, p90, p95, p99 = (percentile(values, q) for q in (50, 90, 95, 99))
         sd = float(values.std(ddof=1)) if len(values) > 1 else 0.0
-        interval = percentile_interval(values, 99)
-        return Distribution(len(values), float(values.mean()), sd, p50, p90, p95, p99, float(values.max()), interval)
+        interval, mean = percentile_interval(values, 99), float(values.mean())
+        ratio = p99 / mean if mean else nan
+        return Distribution(len(values), mean, sd, p50, p90, p95, p99, float(values.max()), interval, ratio)

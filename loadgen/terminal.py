@@ -18,7 +18,7 @@ from weft.loadgen.processes import OnProgress
 from weft.loadgen.run import Run
 from weft.loadgen.slo import RULES, Objective
 from weft.loadgen.sweep import Sweep
-from weft.loadgen.units import show_seconds
+from weft.loadgen.units import show_ratio, show_seconds
 
 _out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 10_000)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -81,10 +81,11 @@ def _print_run(run: Run) -> None:
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     columns = ("mean", "p50", "p90", "p95", "p99", "max")
-    for column in ("", *columns):
+    for column in ("", *columns, "p99/mean"):
         table.add_column(column, justify="right" if column else "left")
     for name, distribution in run.distributions.items():
-        table.add_row(TITLES[name], *(show_seconds(getattr(distribution, column)) for column in columns))
+        values = [show_seconds(getattr(distribution, column)) for column in columns]
+        table.add_row(TITLES[name], *values, show_ratio(distribution.p99_over_mean))
     _out.print(table)
     if stalls := run.stalls():
         _out.print(stalls)

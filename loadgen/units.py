@@ -62,3 +62,8 @@ def show_seconds(value: float) -> str:
     if value < 1.0:
         return f"{value * 1e3:.3g} ms" if value < 0.9995 else "1 s"
     return f"{value:.3g} s" if value < 100 else f"{value:.0f} s"
+
+
+def show_ratio(value: float) -> str:
+    """Format a ratio with three significant digits."""
+    return "–" if value != value else f"{value:.3g}"

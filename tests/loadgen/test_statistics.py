@@ -90,3 +90,6 @@ def test_a_distribution_of_no_values_and_of_one() -> None:
     one = Distribution.of(np.array([3.0]))
     assert (one.n, one.mean, one.sd, one.p50, one.p99, one.max) == (1, 3.0, 0.0, 3.0, 3.0, 3.0)
     assert one.mean != nan
+    assert Distribution.of(np.array([1.0, 1.0, 4.0])).p99_over_mean == pytest.approx(3.94 / 2)
+    assert isnan(Distribution.of(np.empty(0)).p99_over_mean)
+    assert isnan(Distribution.of(np.zeros(3)).p99_over_mean)

@@ -23,9 +23,12 @@ def maker(kind: str = "ids", **fields: object) -> PromptMaker:
 
 @pytest.mark.parametrize(
     ("preset", "table"),
-    [("splitwise", (1155, 1109, 211, 163)), ("lmsys", (102, 169, 222, 210)), ("sharegpt", (246, 547, 322, 244))],
-)
-def test_presets_have_the_means_and_deviations_of_table_4(preset: str, table: tuple[float, ...]) -> None:
+    [
+        ("splitwise", (1155, 1109, 211, 163)), ("lmsys", (102, 169, 222, 210)), ("sharegpt", (246, 547, 322, 244)),
+        ("arxiv", (10041, 5551, 471, 711)),
+    ],
+)  # fmt: skip
+def test_presets_have_the_means_and_deviations_of_the_papers(preset: str, table: tuple[float, ...]) -> None:
     rng = np.random.default_rng(0)
     for distribution, mean, sd in zip(lengths.PRESETS[preset], table[::2], table[1::2], strict=True):
         n = 400_000
@@ -52,8 +55,13 @@ def test_an_invalid_length_is_named(text: str) -> None:
 def test_pairs_come_from_json_and_from_csv(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("[[3, 4], [5, 6]]")
     (tmp_path / "a.csv").write_text("input,output\n3,4\n5,6\n")
-    for name in ("a.json", "a.csv"):
+    (tmp_path / "c.csv").write_text("num_prefill_tokens,num_decode_tokens,ratio\n3.0,4.0,0.75\n5.0,6.0,0.83\n")
+    for name in ("a.json", "a.csv", "c.csv"):
         assert lengths.read_pairs(tmp_path / name).tolist() == [[3, 4], [5, 6]]
+    for wrong in ("[[3, 1.5]]", '[[3, "x"]]', "[[3, NaN]]", "[[3, 1e400]]"):
+        (tmp_path / "b.json").write_text(wrong)
+        with pytest.raises(LoadError, match="must be a JSON list"):
+            lengths.read_pairs(tmp_path / "b.json")
     (tmp_path / "b.json").write_text("[[3, 0]]")
     with pytest.raises(LoadError, match="at least 1"):
         lengths.read_pairs(tmp_path / "b.json")
