@@ -188,9 +188,10 @@ bench: $(VENV)/.serve ## compare the demo model's throughput with transformers o
 compare: $(VENV)/.serve ## compare servers under the same load (ARGS='"a=COMMAND --port {port}" "b=…" --rates 1,2 --input 256')
 	$(BIN)/weft bench compare $(ARGS)
 
-benchmarks: $(VENV)/.serve ## write BENCHMARKS.md from benchmarks/results, and the chart of README.md
+benchmarks: $(VENV)/.serve ## write BENCHMARKS.md from benchmarks/results, and the charts of README.md and docs/papers.md
 	$(BIN)/python benchmarks/page.py
 	$(BIN)/python tools/pictures/comparison.py
+	$(BIN)/python -m weft.tools.pictures.papers
 
 resolve: $(VENV)/.tools ## check that all requirements install from the package index, Python 3.11 to 3.14 (ARGS=--pip)
 	@$(INSTALL) resolve $(ARGS)
