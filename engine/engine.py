@@ -39,6 +39,7 @@ from weft.engine.scheduling.images import Images
 from weft.engine.scheduling.late_launch import LateLaunch
 from weft.engine.scheduling.listeners import Listener, Listeners
 from weft.engine.scheduling.loop import Loop
+from weft.engine.scheduling.model_drafter import ModelDrafter
 from weft.engine.scheduling.request import Arrivals, Request
 from weft.engine.scheduling.scheduler import Scheduler
 from weft.engine.scheduling.slot_limit_keeper import SlotLimitKeeper
@@ -106,6 +107,8 @@ class Engine:
                 weights=self._memory.weights + loaded.images.tower.num_bytes,
                 working=self._memory.working + loaded.images.num_bytes,
             )
+        if loaded.draft is not None:
+            self._memory = structs.replace(self._memory, weights=self._memory.weights + loaded.draft.num_bytes)
         pool = PagePool(num_pages, config.page_size, PrefixIndex(loading.model_id), config.pinned_cache_share)
         reopen = partial(reopened, config, resolved.kv, loading.model_id, own.shard_of, resolved.packed)
         self.tiers = make_tiers(
@@ -146,7 +149,9 @@ class Engine:
         if self._vision is not None and self._image_rows is not None:
             shelf = PixelShelf(config.share.pixels) if config.share.pixels else None
             images = Images(slots, self._vision, self._image_rows, shelf)
-        self._drafter = None if resolved.drafting is None else TextDrafter(slots, resolved.drafting)
+        self._drafter: TextDrafter | ModelDrafter | None = None
+        if (options := resolved.drafting) is not None:
+            self._drafter = (TextDrafter if options.model is None else ModelDrafter)(slots, options)
         self._verification = None
         if self._drafter is not None:
             most = resolved.max_sampled if resolved.device.type == "cuda" else None

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from weft.engine.config.paths import expanded
 from weft.engine.errors import ConfigError, invalid_option
 
-Method = Literal["suffix", "ngram"]
+Method = Literal["suffix", "ngram", "draft_model", "eagle3"]
+MODEL_METHODS: tuple[Method, ...] = ("draft_model", "eagle3")
 Speculation = Literal["off", "auto", "suffix", "ngram"]
-DEFAULT_DEPTHS: dict[Method, int] = {"suffix": 16, "ngram": 5}
+DEFAULT_DEPTHS: dict[Method, int] = {"suffix": 16, "ngram": 5, "draft_model": 4, "eagle3": 4}
 LEAST_AGREEMENT = 0.1  # share of the occurrences that must agree with a draft, if depths are not measured
 MOST_DRAFTS = 64  # maximum draft tokens of a request in one iteration
 
@@ -36,6 +39,8 @@ class DraftOptions(NamedTuple):
     """Suffix: tokens of the match and the draft together, at most."""
     by_requests: tuple[tuple[int, int, int], ...] = ()
     """(from, to, depth): maximum depths while this many requests decode."""
+    model: Path | None = None
+    """Directory of the model that drafts; None: drafts repeat the request's own text."""
 
     def depth_at(self, requests: int) -> int:
         """Return the maximum depth while this many requests decode."""
@@ -45,7 +50,7 @@ class DraftOptions(NamedTuple):
         return self.depth
 
 
-_NO_MODEL = "needs a draft model, which weft does not support"
+_NO_CHOICE = "is not supported for models that draft"
 _REFUSED = dict.fromkeys(
     (
         "quantization", "moe_backend", "attention_backend", "kv_cache_dtype", "max_model_len", "revision",
@@ -53,7 +58,7 @@ _REFUSED = dict.fromkeys(
         "use_local_argmax_reduction", "use_heterogeneous_vocab", "parallel_drafting", "draft_load_config",
         "dspark_draft_topk", "tensor_parallel_size",
     ),
-    _NO_MODEL,
+    _NO_CHOICE,
 ) | {
     "enforce_eager": "use --enforce-eager",
     "synthetic_acceptance_rates": "weft never accepts a token that the model would not sample",
@@ -62,6 +67,7 @@ _REFUSED = dict.fromkeys(
 }  # fmt: skip
 """Keys of vLLM's that are refused, and why. A null or a false asks for nothing."""
 
+_METHODS = "suffix, ngram, draft_model or eagle3"
 _Depth = Annotated[int, Field(ge=1, le=MOST_DRAFTS)]
 _Range = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=3, max_length=3)]
 
@@ -92,13 +98,15 @@ class _Given(BaseModel):
     def _keys_fit(self) -> _Given:
         named = self.named
         if named is None:
-            raise ValueError("method is missing: suffix or ngram")
-        if named not in ("suffix", "ngram"):
-            raise ValueError(f"method {named[:40]!r} is not supported: choose suffix or ngram")
-        if self.model is not None and self.model.strip("[]") != named:
+            raise ValueError(f"method is missing: {_METHODS}")
+        if named not in DEFAULT_DEPTHS:
+            raise ValueError(f"method {named[:40]!r} is not supported: choose {_METHODS}")
+        if named in MODEL_METHODS:
+            self._model_fits(named)
+        elif self.model is not None and self.model.strip("[]") != named:
             raise ValueError(f"model: method {named} has no draft model")
         if self.draft_tensor_parallel_size not in (None, 1):
-            raise ValueError("draft_tensor_parallel_size must be 1: there is no draft model")
+            raise ValueError("draft_tensor_parallel_size must be 1")
         if self.suffix_decoding_max_cached_requests:
             raise ValueError(
                 "suffix_decoding_max_cached_requests must be 0: drafts come from the request's own text only"
@@ -109,6 +117,14 @@ class _Given(BaseModel):
         if low > high:
             raise ValueError(f"prompt_lookup_min {low} is more than prompt_lookup_max {high}")
         return self
+
+    def _model_fits(self, method: str) -> None:
+        if self.model is None:
+            raise ValueError(f"model is missing: the directory of the {method}")
+        if self.enable_adaptive_verification:
+            raise ValueError("enable_adaptive_verification is not supported for models that draft")
+        if given := sorted(name for name in self.model_fields_set if name.startswith(("prompt_", "suffix_"))):
+            raise ValueError(f"{given[0]}: method {method} does not search text")
 
     @property
     def named(self) -> str | None:
@@ -136,14 +152,20 @@ def parse_config(text: str) -> DraftOptions:
     for name, value in data.items():
         if (why := _REFUSED.get(name)) is not None:
             if value is not None and value is not False:
-                raise ConfigError(f"{name} is not supported: it {why}" if why == _NO_MODEL else f"{name}: {why}")
+                raise ConfigError(f"{name} {why}" if why == _NO_CHOICE else f"{name}: {why}")
         elif value is not None:
             kept[name] = value
     try:
         given = _Given.model_validate(kept)
     except ValidationError as error:
         raise ConfigError(": ".join(filter(None, invalid_option(error, _Given)))) from None
-    method: Method = "suffix" if given.named == "suffix" else "ngram"
+    method = next(each for each in DEFAULT_DEPTHS if each == given.named)
+    by_requests = tuple(
+        (first, last, depth) for first, last, depth in given.num_speculative_tokens_per_batch_size or ()
+    )
+    if method in MODEL_METHODS:
+        depth = given.num_speculative_tokens or DEFAULT_DEPTHS[method]
+        return DraftOptions(method, depth, False, by_requests=by_requests, model=expanded(given.model or ""))
     low, high = given.lookup
     tree = given.suffix_decoding_max_tree_depth
     return DraftOptions(
@@ -155,7 +177,7 @@ def parse_config(text: str) -> DraftOptions:
         given.suffix_decoding_max_spec_factor,
         given.suffix_decoding_min_token_prob,
         tree,
-        tuple((first, last, depth) for first, last, depth in given.num_speculative_tokens_per_batch_size or ()),
+        by_requests,
     )
 
 

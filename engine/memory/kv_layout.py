@@ -39,6 +39,8 @@ class KvLayout:
     """The library that computes the values, if not weft's own layers. Part of a page's identity."""
     states: str = ""
     """`StateLayout.id` of the recurrent states in other pages of the pool. Part of a page's identity."""
+    drafts: tuple[int, int, int] = (0, 0, 0)
+    """(layers, Hkv, D) of the model that drafts, with two planes; after the layers, in room of whole layers."""
 
     @classmethod
     def of(cls, spec: ModelSpec, page_size: int, dtype: torch.dtype, widths: Sequence[int] = ()) -> Self:
@@ -57,7 +59,33 @@ class KvLayout:
         """`[layers, planes, page_size, Hkv, D]`; for mixed layers `[values]`."""
         if self.mixed:
             return (self._mixed_offsets[1],)
-        return (self.num_layers, self.planes, self.page_size, self.num_kv_heads, self.head_dim)
+        return (self.num_layers + self._draft_room, self.planes, self.page_size, self.num_kv_heads, self.head_dim)
+
+    @property
+    def _layer_values(self) -> int:
+        return self.planes * self.page_size * self.num_kv_heads * self.head_dim
+
+    @property
+    def _draft_values(self) -> int:
+        return 2 * self.page_size * self.drafts[1] * self.drafts[2]
+
+    @property
+    def first_draft_layer(self) -> int:
+        """Index of the drafter's first layer in `draft_view`."""
+        return -(-self.num_layers * self._layer_values // self._draft_values)
+
+    @property
+    def _draft_room(self) -> int:
+        """Layers of the usual size that the drafter's take. A page is a multiple of either size."""
+        if not self.drafts[0]:
+            return 0
+        size = math.lcm(self._layer_values, self._draft_values)
+        end = (self.first_draft_layer + self.drafts[0]) * self._draft_values
+        return -(-end // size) * size // self._layer_values - self.num_layers
+
+    def draft_view(self, pool: Tensor) -> Tensor:
+        """View the pool as `[pages, layers, 2, page_size, Hkv, D]` of the drafter's size."""
+        return pool.view(len(pool), -1, 2, self.page_size, *self.drafts[1:])
 
     @property
     def _mixed_offsets(self) -> tuple[list[int], int]:
@@ -110,7 +138,8 @@ class KvLayout:
         """Part of a page's identity: pages of another layout never match."""
         made = f"|{self.maker} {self.mixed}" if self.maker else ""
         states = f"|{self.states}" if self.states else ""
-        return f"{self.dtype}|{'x'.join(map(str, self.page_shape))}{made}{states}"
+        drafts = f"|drafts {self.drafts}" if self.drafts[0] else ""
+        return f"{self.dtype}|{'x'.join(map(str, self.page_shape))}{made}{states}{drafts}"
 
     def shape(self, num_pages: int) -> tuple[int, ...]:
         """Return the shape of a pool, `[pages, layers, planes, page_size, Hkv, D]`."""

@@ -42,6 +42,9 @@ def model_id(config: EngineConfig, layout: KvLayout, spec: ModelSpec, dtype: tor
             digest.update(f"as {config.quantization}".encode())
         if spec.native and spec.packed is not None:  # its products round activations to int8
             digest.update(b"packed")
+        if (drafting := config.drafting) is not None and drafting.model is not None:  # pages hold its K and V too
+            digest.update(f"drafts {drafting.method}".encode() + (drafting.model / "config.json").read_bytes())
+            _add_weights(digest, drafting.model)
         if config.load_format == "dummy":
             digest.update(f"dummy {config.seed}".encode())
             if config.dummy_weights != "plain":
@@ -49,11 +52,15 @@ def model_id(config: EngineConfig, layout: KvLayout, spec: ModelSpec, dtype: tor
             if config.dummy_skew:
                 digest.update(f"skewed {config.dummy_skew}".encode())
         else:
-            for file in sorted(file for kind in WEIGHTS for file in path.glob(kind)):
-                _add_file(digest, file)
+            _add_weights(digest, path)
     except OSError as error:
         raise ModelError(f"cannot read the model in {path}: {error.strerror}") from None
     return f"{digest.hexdigest()}|{layout.id}"
+
+
+def _add_weights(digest: xxhash.xxh3_128, path: Path) -> None:
+    for file in sorted(file for kind in WEIGHTS for file in path.glob(kind)):
+        _add_file(digest, file)
 
 
 def _add_file(digest: xxhash.xxh3_128, file: Path) -> None:

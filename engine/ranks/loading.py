@@ -14,6 +14,7 @@ from weft.engine.memory.ssd_store import SsdStore, Store
 from weft.engine.memory.store_file import StoreFile
 from weft.engine.memory.transfer import Bytes, Remainders
 from weft.engine.model.directory import ends_of, read_config
+from weft.engine.model.drafts.spec import DraftWeights
 from weft.engine.model.implementation import OWN_LAYERS, choose_spec
 from weft.engine.model.weights import Weights
 from weft.engine.progress import Phases, notice
@@ -38,6 +39,7 @@ class Loaded(NamedTuple):
     make_store: Callable[[StoreFile, Bytes, Remainders | None], Store]
     store: StoreFile | None  # File of the SSD tier if every rank has one.
     images: ImageRows | None = None  # Vision tower and embeddings of images; None: the model takes text only.
+    draft: DraftWeights | None = None  # Weights of the model that drafts.
 
 
 class Loading:
@@ -79,12 +81,13 @@ class Loading:
         with ThreadPoolExecutor(1) as loader:
             weights = loader.submit(self._load, phases, exchange).result()
             images = loader.submit(self._load_images, phases).result()
+            draft = loader.submit(self._load_draft).result()
         if self._compiling is not None:
             self._compiling.wait(phases)
         phases.end()
         if self._model_id() != self.model_id:
             raise ModelError(f"{self._config.model_path} changed while it was being loaded: start again")
-        return self._with_runner(weights, phases, store, images)
+        return self._with_runner(weights, phases, store, images, draft)
 
     def _model_id(self) -> str:
         resolved = self.resolved
@@ -99,13 +102,21 @@ class Loading:
             return None
         return load_image_rows(self.vision, self.spec, self._config, self.resolved, phases)
 
+    def _load_draft(self) -> DraftWeights | None:
+        if (draft := self.resolved.draft) is None:
+            return None
+        return draft.load(self.resolved.weight_dtype, self.resolved.max_model_len)
+
     def _with_runner(
-        self, weights: Weights | TransformersModule, phases: Phases, store: StoreFile | None, images: ImageRows | None
-    ) -> Loaded:
+        self, weights: Weights | TransformersModule, phases: Phases, store: StoreFile | None, images: ImageRows | None,
+        draft: DraftWeights | None,
+    ) -> Loaded:  # fmt: skip
         config, resolved = self._config, self.resolved
         if not isinstance(self._ranks, Ranks):
-            runner = make_runner(self.spec, weights, config, resolved, phases, self._compiling, image_rows=images)
-            return Loaded(weights, runner, SsdStore, store, images)
+            runner = make_runner(
+                self.spec, weights, config, resolved, phases, self._compiling, image_rows=images, draft=draft
+            )
+            return Loaded(weights, runner, SsdStore, store, images, draft)
         assert isinstance(weights, Weights)
         leading = lead(
             self._ranks.links, self.own, weights, config, resolved, self.model_id, phases, self._compiling,

@@ -23,6 +23,7 @@ from weft.engine.scheduling.draft_depth import Choice, Guard, RowTimes, best_dep
 from weft.engine.scheduling.drafter import Drafts
 from weft.engine.scheduling.events import Outbox
 from weft.engine.scheduling.listeners import Listener
+from weft.engine.scheduling.model_drafter import ModelDrafter
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.scheduling.text_draft import NO_DRAFT, TextDraft, ngram_draft, suffix_draft
 from weft.engine.scheduling.verification import Verification
@@ -269,7 +270,7 @@ class TextDrafter:
 class SpeculationKeeper(Listener):
     """Passes the loop's events to the drafter, and its figures to clients and the log."""
 
-    def __init__(self, drafter: TextDrafter, verification: Verification, outbox: Outbox) -> None:
+    def __init__(self, drafter: TextDrafter | ModelDrafter, verification: Verification, outbox: Outbox) -> None:
         self._drafter, self._verification, self._outbox = drafter, verification, outbox
         self._logged = SpeculationStats()
         self._logged_at = time.monotonic()

@@ -402,7 +402,7 @@ class SpeculationStats(msgspec.Struct, frozen=True, kw_only=True):
     """Times that drafts were stopped because they did not pay."""
 
 
-DRAFTERS = ("text", "prediction", "grammar")
+DRAFTERS = ("text", "prediction", "model", "grammar")
 """Where draft tokens come from: the request's own text, the client's prediction, tokens that a grammar forces."""
 
 

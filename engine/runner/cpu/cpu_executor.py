@@ -329,8 +329,10 @@ class CpuExecutor:
         self, spec: ModelSpec, weights: Weights, kv: Tensor, attention: HostAttention[Any], *,
         states: StateLayout = NO_STATES, invariant: bool = False, collectives: Collectives | None = None,
         image_rows: ImageRows | None = None, dtype: torch.dtype | None = None, adapts: bool = False,
+        first_kv_layer: int = 0,
     ) -> None:  # fmt: skip
-        """adapts: requests may use LoRA adapters."""
+        """adapts: requests may use LoRA adapters. first_kv_layer: index in `kv` of the first layer that keeps K and V.
+        """
         self.spec, self.weights, self.kv, self.attention = spec, weights, kv, attention
         self.collectives = collectives or SingleRank()
         self.adapters: dict[int, Adapter] = {}  # Loaded adapters by number.
@@ -341,8 +343,8 @@ class CpuExecutor:
         self.means: reference.Means | None = None
         if self.collectives.ranks > 1 and spec.qk_norm == "projection":
             self.means = self._means
-        self.kv_layers = [spec.kv_layer(layer) for layer in range(spec.num_layers)]
-        """Index of each layer among those that keep K and V."""
+        self.kv_layers = [first_kv_layer + spec.kv_layer(layer) for layer in range(spec.num_layers)]
+        """Index of each layer in `kv`."""
         width = spec.head_dim if spec.latent is None else spec.latent.rank
         self.mixed = {"a": spec.num_heads * width} if any(layer.attention for layer in spec.layers) else {}
         """Columns of what attention and recurrences write, by activation."""
@@ -362,6 +364,9 @@ class CpuExecutor:
         ends = {layer: step for step, (_, _, layer) in enumerate(self._steps)}
         deep = range(0 if image_rows is None else image_rows.tower.vision.deepstack)
         self._deep_ends = {ends[layer] for layer in deep}  # Steps after which further embeddings of images are added.
+        self._taps: dict[int, int] = {}  # Steps before which the stream is kept, and their place in `tapped`.
+        self.tapped: list[Tensor] = []
+        """The residual stream `[T, H]` entering each layer of `tap`, in the last iteration."""
         pairs = spec.rotary_width // 2
         self._axes = [torch.tensor(rope.axes(pairs)) if rope.sections else None for rope in spec.ropes]
         """The axis that each pair of a head turns with, by rope; None: there is one position."""
@@ -370,6 +375,16 @@ class CpuExecutor:
         # C++ has no adapters. Its bits differ, so with batch invariance it must compute every iteration or none.
         if not self._deep_ends and not (invariant and adapts):
             self.native = native_layers(spec, weights, kv, attention, self._steps)
+
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """Keep the stream that enters these layers, for each iteration."""
+        begins = {layer: step for step, (_, _, layer) in reversed(list(enumerate(self._steps)))}
+        self._taps = {begins[layer]: place for place, layer in enumerate(layers)}
+        self.tapped = [torch.empty(0)] * len(layers)
+
+    def _keep_tapped(self, step: int, streams: list[Tensor], tokens: int) -> None:
+        if (place := self._taps.get(step)) is not None:
+            self.tapped[place] = torch.cat(streams)[:tokens]
 
     def rotated(self, positions: Tensor, rope: Tensor | None) -> list[Tensor]:
         """Return the rows `[T, D/2, 2]` of each rotary table. rope `[3, T]`: positions of M-RoPE."""
@@ -426,6 +441,7 @@ class CpuExecutor:
             return self._forward_in_blocks(inputs, rows)
         iteration = _Iteration(self, inputs)
         for step, (launch, op, layer) in enumerate(self._steps):
+            self._keep_tapped(step, [iteration.activations["x"]], len(inputs.token_ids))
             launch(iteration, op, layer)
             if rows is not None and step == self._last_attention:
                 iteration.keep(rows)
@@ -487,6 +503,7 @@ class CpuExecutor:
                 block.activations[name] = part
         whole = copy.copy(blocks[0])
         for step, (launch, op, layer) in enumerate(self._steps):
+            self._keep_tapped(step, [block.activations["x"] for block in blocks], len(inputs.token_ids))
             if op.role.attends:
                 queries = torch.cat([block.activations[op.source] for block in blocks])
                 whole.activations = {op.source: queries, op.target: mixed[op.target]}

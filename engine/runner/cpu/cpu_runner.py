@@ -21,15 +21,18 @@ from torch import Tensor
 from weft.engine.errors import OutOfMemory
 from weft.engine.memory.cpu_transfer import CpuCopyEngine
 from weft.engine.model.adapter import Adapter
+from weft.engine.model.drafts.spec import DraftWeights
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.model.weights import Weights
 from weft.engine.runner.cpu.cpu_executor import CpuExecutor
+from weft.engine.runner.cpu.drafts import make_drafter
+from weft.engine.runner.cpu.drafts.drafter import CpuDrafter
 from weft.engine.runner.device.collectives import Collectives
 from weft.engine.runner.device.image_rows import ImageRows
 from weft.engine.runner.device.preparation import Preparation
 from weft.engine.runner.device.sampling import Sampling, Scores, pooled
-from weft.engine.runner.iteration.batch import Batch, PromptLogprobs, StepResult, Verified
+from weft.engine.runner.iteration.batch import I32, UNDRAFTED, Batch, PromptLogprobs, StepResult, Verified
 from weft.engine.runner.memory.host_arena import host_sleepable_memory
 from weft.engine.runner.memory.sleep import SleepableMemory, Sleepless
 from weft.engine.runner.options.footprint import GIB
@@ -90,12 +93,13 @@ class CpuRunner:
     def __init__(
         self, spec: ModelSpec, weights: Weights | TransformersModule, config: ResolvedConfig,
         collectives: Collectives | None = None, image_rows: ImageRows | None = None,
+        draft: DraftWeights | None = None,
     ) -> None:  # fmt: skip
-        """image_rows: the embeddings of images, if the model takes any."""
+        """image_rows: the embeddings of images, if the model takes any. draft: weights of the model that drafts."""
         memory = host_sleepable_memory(config.cache_dir) if config.sleeps else None
         if memory is not None:
             tower = () if image_rows is None else image_rows.tower.tensors()
-            memory.adopt_weights((*weights.tensors(), *tower))
+            memory.adopt_weights((*weights.tensors(), *tower, *(() if draft is None else draft.tensors())))
         self.sleepable, self.preparation = memory or Sleepless(), Preparation()
         self.kv = _allocate(config, memory)
         self._executor: Any  # A `CpuExecutor`, or a class with its interface.
@@ -115,6 +119,10 @@ class CpuRunner:
                 spec, weights, self.kv, attention, states=config.states, invariant=config.batch_invariant,
                 collectives=collectives, image_rows=image_rows, dtype=config.compute_dtype, adapts=config.adapters,
             )  # fmt: skip
+        self._drafter: CpuDrafter | None = None
+        if draft is not None:
+            self._drafter = make_drafter(config, draft, self._executor, self.kv)
+            self._executor.tap(self._drafter.taps)
         self._last_token = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=config.device)
         self._sampling = Sampling(config.device, config.max_num_seqs, spec.vocabulary, collectives)
         self._num_threads = config.cpu_threads
@@ -168,17 +176,22 @@ class CpuRunner:
         # Decodes read the token of an earlier iteration, unless the host knows it.
         d = batch.num_decodes
         if batch.drafted:
-            unknown = np.flatnonzero(batch.token_ids < 0)
+            unknown = np.flatnonzero(batch.token_ids == -1)
             slots = np.repeat(batch.slots, batch.query_len)[unknown]
             token_ids[torch.from_numpy(unknown)] = self._last_token[torch.from_numpy(slots.astype(np.int64))]
         else:
             token_ids[:d] = self._last_token[torch.from_numpy(batch.slots[:d].astype(np.int64))]
+        if self._drafter is not None and (batch.token_ids == UNDRAFTED).any():
+            self._drafter.draft(batch, token_ids)
+            batch = batch._replace(token_ids=token_ids.numpy().astype(np.int32))
         x, sumsq = self._executor.forward(self._executor.inputs(batch, token_ids))
         prompt_scores = [self._prompt_scores(x, sumsq, prompt) for prompt in batch.prompt_logprobs]
         states = pooled(
             batch, lambda rows: self._executor.hidden(x, sumsq, self._sampling.to_device(rows.astype(np.int64)))
         )
-        tokens, nonfinite, scores = self._sample(x, sumsq, batch)
+        tokens, nonfinite, scores, last = self._sample(x, sumsq, batch)
+        if self._drafter is not None:
+            self._drafter.follow(batch, token_ids, self._executor.tapped, last)
         self._last_end = time.perf_counter()
         return StepResult(
             batch, tokens.numpy().astype(np.int32), None if scores is None else scores.read(),
@@ -186,13 +199,15 @@ class CpuRunner:
             nonfinite=nonfinite.numpy(), pooled=None if states is None else states.numpy(),
         )  # fmt: skip
 
-    def _sample(self, x: Tensor, sumsq: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Scores | None]:
-        """Return tokens `[S]` int64, rows that are not finite `[S]` bool, and requested log-probabilities."""
+    def _sample(self, x: Tensor, sumsq: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Scores | None, I32]:
+        """Return tokens `[S]` int64, rows that are not finite `[S]` bool, requested log-probabilities, and the last
+        token `[R]` of each request that counts."""
         s, up = batch.sampling, self._sampling.to_device
         logits = self._executor.logits(x, sumsq, up(s.logit_tokens.astype(np.int64)))
         raw = self._sampling.raw_logits(logits, s)
         self._sampling.adjust(logits, batch)
         tokens, nonfinite = self._sampling.draw(logits, s)
+        last = (np.cumsum(batch.query_len) - 1).astype(np.int32)
         if (verified := batch.verified) is None:
             self._last_token[up(s.slots.astype(np.int64))] = tokens
             self._sampling.count(tokens, s)
@@ -203,7 +218,9 @@ class CpuRunner:
             newest = reached & ends
             self._last_token[up(s.slots.astype(np.int64))[newest]] = tokens[newest]
             self._sampling.count(tokens, s, reached)
-        return tokens, nonfinite, self._sampling.scores(tokens, s, raw)
+            ended = newest.numpy()
+            last[batch.sampled_rows[ended]] = s.logit_tokens[ended]
+        return tokens, nonfinite, self._sampling.scores(tokens, s, raw), last
 
     def _prompt_scores(self, x: Tensor, sumsq: Tensor, prompt: PromptLogprobs) -> Scores:
         return self._sampling.prompt_scores(prompt, prompt.token_rows, partial(self._executor.logits, x, sumsq))

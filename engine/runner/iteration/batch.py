@@ -13,6 +13,8 @@ from weft.engine.wire.sampling import COLUMNS
 
 PROMPT_LOGPROB_ROWS = 256  # Rows of logits computed at once. Bounds memory for long prompts with a large vocabulary.
 
+UNDRAFTED = -2  # Token id of a draft that the runner makes.
+
 I32 = npt.NDArray[np.int32]
 F32 = npt.NDArray[np.float32]
 
@@ -152,7 +154,8 @@ class Batch(NamedTuple):
     epochs: I32
     query_len: I32  # `[R]` tokens per request in this iteration.
     kv_len: I32  # `[R]` positions visible to the request's last token of this iteration.
-    token_ids: I32  # `[T]`; -1 for a decode's token that is read on the device, from `last_token[slot]`.
+    token_ids: I32
+    """`[T]`; -1 for a decode's token that is read on the device, from `last_token[slot]`, and `UNDRAFTED`."""
     positions: I32
     slot_mapping: npt.NDArray[np.int64]  # `[T]` page * page_size + offset.
     page_table: I32  # `[R, pages]`, padded with page 0.

@@ -16,6 +16,8 @@ from weft.engine.config.speculation import DraftOptions
 from weft.engine.errors import ConfigError, OutOfMemory
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.memory.state_layout import NO_STATES, StateLayout
+from weft.engine.model.drafts import read_draft
+from weft.engine.model.drafts.spec import DraftSpec, Target
 from weft.engine.model.implementation import widened
 from weft.engine.model.packed import packed_as
 from weft.engine.model.parts import StateTensor
@@ -71,6 +73,7 @@ class ResolvedConfig:
     enforce_eager: bool = False  # Launch every kernel of an iteration instead of replaying CUDA graphs.
     late_launch: bool = False  # Delay launches so that late arrivals can join.
     drafting: DraftOptions | None = None  # How drafts are made; None: no speculation.
+    draft: DraftSpec | None = None  # The model that drafts; None: drafts need none.
     adapters: bool = False  # Requests may use LoRA adapters.
     adapter_slots: int = 0  # LoRA adapters in a GPU's memory at once; 0: none, or a CPU computes them.
     adapter_rank: int = 0  # Largest rank of these adapters.
@@ -166,6 +169,13 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     states = _states(config, spec, dtype, kv.page_bytes, device)
     kv = replace(kv, states=states.id)
     (backend,) = {_attention(config, device, shape) for shape in shapes or (None,)}
+    drafting = _drafting(config, spec, backend, cuda=cuda)
+    draft = None if drafting is None else read_draft(drafting, Target(spec, config.model_path, max_model_len))
+    draft_bytes = 0
+    if draft is not None:
+        own = draft.layer
+        kv = replace(kv, drafts=(len(own.kv_heads), own.num_kv_heads, own.head_dim))
+        draft_bytes = own.weight_bytes(dtype.itemsize)
     planned = cuda and spec.native
     if not planned:
         _check_plan(config)
@@ -179,7 +189,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     if cuda and spec.native:
         check_kernels(spec)
     copies = sharers if isinstance(spec, TransformersSpec) else sharers // config.share.weight_sharers
-    footprint = Footprint(config, device, cuda, ranks, spec.weight_bytes(dtype.itemsize), copies)
+    footprint = Footprint(config, device, cuda, ranks, spec.weight_bytes(dtype.itemsize) + draft_bytes, copies)
     footprint.check_weights(dtype)
     each = -(-max_model_len // kv.page_size) + states.reserved
     num_pages = footprint.pages(kv, max_num_seqs * each + 1, states)
@@ -216,7 +226,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         packed=_packed(kv) if config.tier_kv_format == "packed" else None,
         pod=config.pod,
         late_launch=alone if config.late_launch is None else config.late_launch,
-        drafting=_drafting(config, spec, backend, cuda=cuda),
+        drafting=drafting,
+        draft=draft,
         adapters=config.adapters,
         adapter_slots=config.max_loras if cuda and config.adapters else 0,
         adapter_rank=config.max_lora_rank,
@@ -233,6 +244,8 @@ def _drafting(config: EngineConfig, spec: ModelSpec, attention: str, *, cuda: bo
         return None
     if spec.recurrent:
         why = f"{spec.architecture} has recurrent layers, whose states cannot be rolled back; leave it out"
+    elif options.model is not None and (refusal := _no_model_drafts(config, spec, cuda=cuda)):
+        why = refusal
     elif cuda and config.tensor_parallel_size > 1:
         why = "speculation runs on one GPU only so far: leave it out"
     elif cuda and not spec.native:
@@ -246,6 +259,24 @@ def _drafting(config: EngineConfig, spec: ModelSpec, attention: str, *, cuda: bo
         return None
     name = "--speculative-config" if config.speculation == "off" else f"--speculation {config.speculation}"
     raise ConfigError(f"{name}: {why}")
+
+
+def _no_model_drafts(config: EngineConfig, spec: ModelSpec, *, cuda: bool) -> str:
+    """Return why no model can draft here, or ""."""
+    if cuda:
+        return "models draft on a CPU only so far: use suffix or ngram"
+    if config.tensor_parallel_size > 1:
+        return "models draft without tensor parallelism only: leave out --tensor-parallel-size"
+    if not spec.native:
+        return f"models draft for weft's own layers only, but transformers' code computes {spec.architecture}"
+    if spec.packed is not None:
+        return "models draft for weights in 16 or 32 bits only: use --quantization none"
+    if spec.kv_window is not None:
+        return f"{spec.architecture} gives pages back that a model that drafts still reads: leave it out"
+    if config.kv_cache_dtype != "auto" or config.tier_kv_format != "raw":
+        name = "--tier-kv-format packed" if config.kv_cache_dtype == "auto" else f"--kv-cache-dtype {config.kv_cache_dtype}"
+        return f"K and V of a model that drafts are kept as they are: leave out {name}"
+    return "" if config.load_format == "auto" else f"--load-format {config.load_format} has no model that drafts"
 
 
 def _states(

@@ -10,6 +10,7 @@ import torch
 from weft import install_hint
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError, OutOfMemory
+from weft.engine.model.drafts.spec import DraftWeights
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.model.weights import Weights
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
 def make_runner(
     spec: ModelSpec, weights: Weights | TransformersModule, options: EngineConfig, config: ResolvedConfig,
     progress: Progress | None = None, compiling: CompileJob | None = None, rank_group: RankGroup | None = None,
-    image_rows: ImageRows | None = None,
+    image_rows: ImageRows | None = None, draft: DraftWeights | None = None,
 ) -> Runner:  # fmt: skip
     """Create the runner with its KV pool. Raises `OutOfMemory`.
 
     options: the options that `config` was resolved from. compiling: a job started for them, which ends here or belongs
     to the runner. rank_group: the other ranks, on GPUs; rank 0 tunes and compiles, and the others load its results.
-    image_rows: the embeddings of images, if the model takes any."""
+    image_rows: the embeddings of images, if the model takes any. draft: weights of the model that drafts, on a CPU."""
     if config.device.type == "cuda":
         try:
             from weft.engine.runner.cuda.cuda_runner import CudaRunner
@@ -70,7 +71,7 @@ def make_runner(
         compiling.stop()
     from weft.engine.runner.cpu.cpu_runner import CpuRunner
 
-    return CpuRunner(spec, weights, config, image_rows=image_rows)
+    return CpuRunner(spec, weights, config, image_rows=image_rows, draft=draft)
 
 
 def _tested(
