@@ -181,8 +181,8 @@ class EngineConfig(BaseModel):
     speculation_depth: int | None = Field(None, ge=1, le=MOST_DRAFTS)
     """maximum draft tokens of a request per iteration [16; ngram 5]"""
     speculative_config: str | None = Field(None, min_length=1)
-    """vLLM's JSON instead of --speculation, such as {"method": "suffix"}; keys that weft does not support are refused
-    """
+    """vLLM's JSON instead of --speculation, such as {"method": "eagle3", "model": DIR}; keys that weft does not support
+    are refused"""
     batch_invariant: bool = False
     """make a request's tokens and log-probabilities independent of the batch; slower. Preemption and cached prefixes
     may still change the last bits"""

@@ -79,9 +79,9 @@ class Loading:
     def _run(self, phases: Phases, exchange: WeightExchange | None, store: StoreFile | None) -> Loaded:
         # Load on a thread that ends: an OpenMP team left here would slow down the runner's (see CpuRunner).
         with ThreadPoolExecutor(1) as loader:
+            draft = loader.submit(self._load_draft).result()
             weights = loader.submit(self._load, phases, exchange).result()
             images = loader.submit(self._load_images, phases).result()
-            draft = loader.submit(self._load_draft).result()
         if self._compiling is not None:
             self._compiling.wait(phases)
         phases.end()

@@ -403,7 +403,8 @@ class SpeculationStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 DRAFTERS = ("text", "prediction", "model", "grammar")
-"""Where draft tokens come from: the request's own text, the client's prediction, tokens that a grammar forces."""
+"""Where draft tokens come from: the request's own text, the client's prediction, a model, tokens that a grammar forces.
+"""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,8 +21,8 @@ _READERS: Mapping[Method, Callable[..., DraftSpec]] = {
 
 
 def read_draft(options: DraftOptions, target: Target) -> DraftSpec | None:
-    """Return the model that drafts for `target`; None if drafts need none. Raises `ModelError`, one line, if it does not
-    fit."""
+    """Return the model that drafts for `target`; None if drafts need none. Raises `ModelError`, one line, if it does
+    not fit."""
     if options.model is None:
         return None
     try:

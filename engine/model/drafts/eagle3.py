@@ -184,5 +184,7 @@ class _Reader:
             return own
         ids = own + self._checkpoint("d2t", (spec.vocabulary,)).raw.long()
         if not bool(((ids >= 0) & (ids < spec.target_vocabulary)).all()):
-            raise ModelError(f"{spec.path}: d2t names tokens outside the model's vocabulary of {spec.target_vocabulary}")
+            raise ModelError(
+                f"{spec.path}: d2t names tokens outside the model's vocabulary of {spec.target_vocabulary}"
+            )
         return ids

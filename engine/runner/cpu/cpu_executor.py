@@ -331,8 +331,7 @@ class CpuExecutor:
         image_rows: ImageRows | None = None, dtype: torch.dtype | None = None, adapts: bool = False,
         first_kv_layer: int = 0,
     ) -> None:  # fmt: skip
-        """adapts: requests may use LoRA adapters. first_kv_layer: index in `kv` of the first layer that keeps K and V.
-        """
+        """adapts: requests may use LoRA adapters. first_kv_layer: index in `kv` of the first layer with K and V."""
         self.spec, self.weights, self.kv, self.attention = spec, weights, kv, attention
         self.collectives = collectives or SingleRank()
         self.adapters: dict[int, Adapter] = {}  # Loaded adapters by number.

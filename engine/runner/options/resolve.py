@@ -274,7 +274,11 @@ def _no_model_drafts(config: EngineConfig, spec: ModelSpec, *, cuda: bool) -> st
     if spec.kv_window is not None:
         return f"{spec.architecture} gives pages back that a model that drafts still reads: leave it out"
     if config.kv_cache_dtype != "auto" or config.tier_kv_format != "raw":
-        name = "--tier-kv-format packed" if config.kv_cache_dtype == "auto" else f"--kv-cache-dtype {config.kv_cache_dtype}"
+        name = (
+            "--tier-kv-format packed"
+            if config.kv_cache_dtype == "auto"
+            else f"--kv-cache-dtype {config.kv_cache_dtype}"
+        )
         return f"K and V of a model that drafts are kept as they are: leave out {name}"
     return "" if config.load_format == "auto" else f"--load-format {config.load_format} has no model that drafts"
 
