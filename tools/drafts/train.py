@@ -190,7 +190,7 @@ def acceptance(base: str, head: Path, prompts: Sequence[list[int]], temperature:
 def shape_of(config: Any, vocabulary: int) -> HeadShape:
     """Return the sizes of a head for a `transformers` configuration: those of one of its layers."""
     layers, heads = config.num_hidden_layers, config.num_attention_heads
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     return HeadShape(
         config.hidden_size, config.intermediate_size, heads, config.num_key_value_heads,
         getattr(config, "head_dim", None) or config.hidden_size // heads, config.vocab_size,
