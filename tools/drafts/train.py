@@ -190,12 +190,13 @@ def acceptance(base: str, head: Path, prompts: Sequence[list[int]], temperature:
 def shape_of(config: Any, vocabulary: int) -> HeadShape:
     """Return the sizes of a head for a `transformers` configuration: those of one of its layers."""
     layers, heads = config.num_hidden_layers, config.num_attention_heads
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    rope = getattr(config, "rope_parameters", None) or {}
+    theta: Any = rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
     return HeadShape(
         config.hidden_size, config.intermediate_size, heads, config.num_key_value_heads,
         getattr(config, "head_dim", None) or config.hidden_size // heads, config.vocab_size,
         min(vocabulary, config.vocab_size), config.rms_norm_eps,
-        float(rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0)), config.max_position_embeddings,
+        float(theta), config.max_position_embeddings,
         (min(2, layers - 3), layers // 2, layers - 2),
     )  # fmt: skip
 
