@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LANES, BLOCK = 16, 32  # rows and columns of a tile
+PIECE = 64  # Row tiles that are packed at once: a table is most of a small model, and copies of it would double it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +53,21 @@ def pack(
 ) -> Tiles:  # fmt: skip
     """Pack codes `[rows, columns]` uint8, one a byte; scale and low `[rows, groups]`. Padding has scale 0."""
     rows, columns = codes.shape
-    codes = F.pad(codes, (0, -columns % BLOCK, 0, -rows % LANES))
+    tiles, blocks = -(-rows // LANES), -(-columns // BLOCK)
+    packed = torch.empty(tiles, blocks, 64 * bits, dtype=torch.uint8)
     # [row tiles, 16 rows, blocks, loads of 4 columns, 4] -> [row tiles, blocks, loads, 16 rows, 4]
-    loads = codes.view(-1, LANES, codes.shape[1] // BLOCK, 8, 4).permute(0, 2, 3, 1, 4)
-    if bits == 4:
-        loads = loads[:, :, :4] | loads[:, :, 4:] << 4
-    packed = loads.reshape(*loads.shape[:2], -1).contiguous()
+    whole = rows // LANES if columns % BLOCK == 0 else 0
+    for begin in range(0, tiles, PIECE):
+        own = codes[begin * LANES : (begin + PIECE) * LANES]
+        if begin + PIECE > whole:
+            own = F.pad(own, (0, -columns % BLOCK, 0, -len(own) % LANES))
+        loads = own.unflatten(1, (blocks, 8, 4)).unflatten(0, (-1, LANES)).permute(0, 2, 3, 1, 4)
+        if bits == 4:
+            loads = loads[:, :, :4] | loads[:, :, 4:] << 4
+        packed[begin : begin + PIECE].view(loads.shape).copy_(loads)
 
     def by_tile(t: Tensor) -> Tensor:
-        t = F.pad(t, (0, -(-packed.shape[1] * BLOCK // group) - t.shape[1], 0, -rows % LANES))
+        t = F.pad(t, (0, -(-blocks * BLOCK // group) - t.shape[1], 0, -rows % LANES))
         return t.view(-1, LANES, t.shape[1]).transpose(1, 2).contiguous()
 
     lows = None if low is None else by_tile(low)

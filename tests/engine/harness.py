@@ -13,6 +13,7 @@ from weft.engine.engine import Engine
 from weft.engine.scheduling.admission import OutputLengths
 from weft.engine.wire.messages import AddRequest, Finish, Image, Outputs, TokenLogprobs
 from weft.engine.wire.sampling import SamplingParams
+from weft.engine.wire.weight_exchange import WeightExchange
 
 GREEDY = {"temperature": 0.0}
 
@@ -20,8 +21,9 @@ GREEDY = {"temperature": 0.0}
 class Harness:
     """An engine with all of its output, by handle."""
 
-    def __init__(self, model: Any, **options: Any) -> None:
-        self.engine = Engine(EngineConfig(model=str(model), **{"dtype": "float32", "wait_for_plan": True, **options}))
+    def __init__(self, model: Any, exchange: WeightExchange | None = None, **options: Any) -> None:
+        config = EngineConfig(model=str(model), **{"dtype": "float32", "wait_for_plan": True, **options})
+        self.engine = Engine(config, exchange=exchange)
         self.tokens: dict[int, list[int]] = {}
         self.finish: dict[int, Finish] = {}
         self.cached: dict[int, int] = {}

@@ -15,8 +15,11 @@ from lora_files import save_adapter
 from tiny import save_tiny
 from transformers import AutoModelForCausalLM
 
+from weft.engine.config import Share
 from weft.engine.model.adapter import adapter_digest
 from weft.engine.model.hub import find_model
+from weft.engine.runner.start import load
+from weft.engine.wire.weight_exchange import WeightExchange
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_pages": 80, "page_size": 4, "max_num_batched_tokens": 32}
 KINDS = {
@@ -140,3 +143,49 @@ def test_adapters_add_to_packed_matrices(model: Path, plain: Path, folder: Path)
 def test_act_order_is_followed(plain: Path, tmp_path: Path) -> None:
     there, _ = write_integers(plain, tmp_path, Form("gptq", 4, 32, act_order=True))
     assert 0 < _differences(_answers(there), _answers(there, quantization="none")).mean() < BOUND
+
+
+def test_a_model_in_codes_sleeps_and_wakes_unchanged(model: Path, tmp_path: Path) -> None:
+    harness = Harness(model, **OPTIONS, share=Share(sleeps=True), cache_dir=str(tmp_path), prefix_caching=False)
+    try:
+        engine = harness.engine
+        assert engine.runner._executor.native is not None  # type: ignore[attr-defined]  # C++ holds their addresses
+        before = _tokens(harness)
+        for _ in range(2):
+            assert engine.sleep() >= engine._memory.weights + engine._memory.kv_pages
+            engine.wake()
+            assert _tokens(harness) == before
+    finally:
+        harness.engine.close()
+
+
+def _tokens(harness: Harness) -> list[list[int]]:
+    added = [harness.add(prompt, max_tokens=8, ignore_eos=True, **GREEDY) for prompt in _prompts()]
+    harness.run()
+    return [harness.tokens[handle] for handle in added]
+
+
+def test_replicas_map_one_copy_of_the_codes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[int] = []
+    read = load.load_weights
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        loads.append(1)
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(load, "load_weights", counted)
+    harnesses = [Harness(model, **OPTIONS)]
+    expected = _tokens(harnesses[0])
+    exchange = WeightExchange()
+    share = Share(sharers=2, weight_sharers=2)
+    try:
+        for _ in range(2):
+            harnesses.append(Harness(model, exchange, share=share, **OPTIONS))
+            assert harnesses[-1].engine.runner._executor.native is not None  # type: ignore[attr-defined]
+            assert _tokens(harnesses[-1]) == expected
+        assert len(loads) == 2  # the one alone, and the first replica
+    finally:
+        for harness in harnesses:
+            harness.engine.close()
+        exchange.clear()
+        exchange.close()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from weft.kernels.native import library, products
+from weft.kernels.native import library, products, tiles
 from weft.kernels.native.tiles import Tiles, pack, unpack, values
 
 
@@ -83,6 +83,17 @@ def test_packing_is_undone_and_widens_to_the_numbers(form: Form) -> None:
         assert torch.equal(values(w), wide)
         some = torch.randint(rows, (5,))
         assert torch.equal(values(w, some), wide[some])
+
+
+@pytest.mark.parametrize("form", FORMS[:5])
+def test_pieces_are_packed_as_the_whole(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rows, columns in ((67, 64), (64, 40), (33, 96)):
+        whole = made(form, rows, columns)
+        with monkeypatch.context() as patch:
+            patch.setattr(tiles, "PIECE", 2)
+            pieces = made(form, rows, columns)
+        assert torch.equal(whole.codes, pieces.codes)
+        assert torch.equal(values(whole), values(pieces))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,8 +77,17 @@ def use_expandable_segments() -> None:
 
 def read_weights(spec: ModelSpec, config: EngineConfig, resolved: ResolvedConfig, progress: Progress) -> Weights:
     """Read the weights of a model or of a rank's shard. Raises `ModelError`."""
-    return load_weights(
+    weights = load_weights(
         spec, config.model_path, device=resolved.device, dtype=resolved.weight_dtype,
         max_positions=resolved.max_model_len, dummy_seed=config.seed if config.load_format == "dummy" else None,
         dummy_skew=config.dummy_skew, dummy_realistic=config.dummy_weights == "realistic", progress=progress,
     )  # fmt: skip
+    if resolved.device.type == "cpu":
+        give_back_freed_memory()
+    return weights
+
+
+def give_back_freed_memory() -> None:
+    """Return what loading has freed to the system: glibc keeps it for each thread that converted tensors."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
