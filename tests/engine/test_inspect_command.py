@@ -15,6 +15,7 @@ from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError
 from weft.engine.model.implementation import choose_spec
 from weft.engine.runner.options import machine
+from weft.engine.runner.options.cards import on_cards
 from weft.engine.runner.start import inspect_command
 
 
@@ -44,6 +45,55 @@ def test_a_model_that_does_not_fit_is_left_to_the_engine(
     monkeypatch.setattr("weft.engine.runner.options.footprint.machine_memory", lambda: memory)
     quick, resolved = _both(EngineConfig(model_preset=preset, load_format="dummy"), monkeypatch)
     assert quick == (resolved if resolved["served"] else None)
+
+
+def _cards(preset: str, **options: Any) -> dict[str, Any]:
+    config = EngineConfig(model_preset=preset, load_format="dummy", **options)
+    spec, _ = choose_spec(config)
+    return on_cards(spec.shard(0, config.tensor_parallel_size))
+
+
+def test_a_card_is_bounded_by_the_bytes_that_a_token_reads() -> None:
+    found = _cards("llama-3-8b")
+    layers = 32 * (4096 * (6144 + 4096 + 3 * 14336) + 2 * 4096) + 4096  # products and norms
+    head = 128256 * 4096  # the embedding's other rows are not read
+    assert found["H200"]["bfloat16"]["bytes_per_token"] == 2 * (layers + head)
+    assert found["H200"]["bfloat16"]["weight_bytes"] == 2 * (layers + 2 * head)
+    assert found["H200"]["bfloat16"]["tokens_per_second_bound"] == round(4.8e12 / (2 * (layers + head)))
+    in_fp8 = found["H200"]["fp8"]
+    assert in_fp8["bytes_per_token"] == 2 * (layers + head) - 32 * 4096 * (6144 + 4096 + 3 * 14336)
+    assert found["A100 80 GB"]["fp8"] == {"fits": False, "why_not": "no FP8"}
+    room = int(22.5 * 2**30 * 0.9) - found["L4"]["bfloat16"]["weight_bytes"]
+    assert found["L4"]["bfloat16"]["kv_tokens"] == room // (65536 * 2)
+
+
+def test_a_card_without_room_or_kernels_says_so() -> None:
+    found = _cards("mixtral-8x7b")
+    assert found["L40S"]["bfloat16"]["fits"] is False
+    assert "87.0 GiB of weights" in found["L40S"]["bfloat16"]["why_not"]
+    spec, _ = choose_spec(EngineConfig(model_preset="mixtral-8x7b", load_format="dummy"))
+    head = 32000 * 4096
+    assert found["H200"]["bfloat16"]["bytes_per_token"] == 2 * (spec.active_parameters - head)
+    two = _cards("mixtral-8x7b", tensor_parallel_size=2)["L40S"]
+    assert two["bfloat16"]["fits"] is False
+    assert two["fp8"]["why_not"] == "FP8 does not support several ranks yet"
+
+
+def test_recurrent_layers_have_no_card(tmp_path: Path) -> None:
+    spec, _ = choose_spec(EngineConfig(model=str(save_tiny("qwen3-next", tmp_path)), load_format="dummy"))
+    for formats in on_cards(spec).values():
+        assert all("recurrent states" in facts["why_not"] for facts in formats.values())
+        assert inspect_command._card_text(formats).startswith("does not serve it: ")
+
+
+def test_the_cpus_bound_follows_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "read_bandwidth", lambda: 10e9)
+    config = EngineConfig(model_preset="opt-1.3b", load_format="dummy")
+    cpu = inspect_command.inspect(config)["devices"]["cpu"]
+    assert cpu["tokens_per_second_bound"] == round(10e9 / cpu["bytes_per_token"], 1)
+    assert 0.9 < cpu["bytes_per_token"] / cpu["weight_bytes"] <= 1  # a tied embedding is read as the head
+    assert "at most at the 10 GB/s measured" in inspect_command._device_text(cpu, "")
+    assert "tokens_per_second_bound" not in inspect_command.inspect(EngineConfig(load_format="dummy"))["devices"]["cpu"]
 
 
 def test_the_processor_multiplies_bfloat16_where_torch_says_so() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError
 from weft.engine.model.parts import Placement
 from weft.engine.model.spec import ModelSpec
-from weft.kernels.attention.backend import AttentionShape
-from weft.kernels.common.gpu import Gpu
+
+if TYPE_CHECKING:
+    from weft.kernels.attention.backend import AttentionShape
+    from weft.kernels.common.gpu import Gpu
 
 log = logging.getLogger("weft.engine")
 EXPERT_ACTIVATIONS = ("silu", "swiglu_oai")

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import numpy as np
 
 CPU_MEMORY_SHARE = 0.25  # Maximum share of the machine's memory for KV pages on the CPU.
 CPU_SEQUENCES = 256  # Default limit on running requests on a CPU.
+CACHED_BYTES = 128 << 20  # Caches may hold this much, so memory bounds only what reads more.
 _BFLOAT16 = {"avx512_bf16", "amx_tile"}
 
 
@@ -28,3 +33,16 @@ def has_bfloat16() -> bool:
     except OSError:
         return False
     return flags is not None and not _BFLOAT16.isdisjoint(flags[1].split())
+
+
+def read_bandwidth() -> float:
+    """Measure the bytes a second that the process's cores read from memory together, the best of three passes."""
+    threads = len(os.sched_getaffinity(0))
+    parts = np.array_split(np.ones(CACHED_BYTES // 8, np.uint64), threads)
+    best = float("inf")
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(3):
+            begin = time.perf_counter()
+            list(pool.map(np.max, parts))
+            best = min(best, time.perf_counter() - begin)
+    return CACHED_BYTES / best

@@ -87,6 +87,7 @@ def _devices(config: EngineConfig, spec: ModelSpec) -> dict[str, dict[str, Any]]
     """Return KV capacity and limits of each of this machine's devices for one rank, or why it cannot serve it."""
     if not gpus() and (quick := _on_cpu(config, spec)) is not None:
         return {"cpu": quick}
+    from weft.engine.runner.options.cards import bytes_per_token
     from weft.engine.runner.options.footprint import memory_bytes
     from weft.engine.runner.options.resolve import resolve, served_as
     from weft.kernels.common.gpu import gpu
@@ -116,6 +117,7 @@ def _devices(config: EngineConfig, spec: ModelSpec) -> dict[str, dict[str, Any]]
         }
         if own.native and own.packed is not None:
             found[name]["weight_format"] = own.packed.formats
+            found[name]["bytes_per_token"] = bytes_per_token(own, resolved.weight_dtype.itemsize)
         if resolved.states.pages:
             found[name]["state_bytes_per_request"] = resolved.states.nbytes
     return found
@@ -126,11 +128,15 @@ def inspect(config: EngineConfig) -> dict[str, Any]:
     from weft.engine.model.description import describe
     from weft.engine.model.encoders import serves_encoder
     from weft.engine.model.implementation import choose_spec
+    from weft.engine.runner.options.cards import on_cards
 
     if serves_encoder(config.model_copy(update={"load_format": "auto"})):
         return _encoder(config)
     spec, implementation = choose_spec(config)
     own = spec.shard(0, config.tensor_parallel_size)
+    devices = _devices(config, own)
+    if devices["cpu"]["served"]:
+        _add_bound(devices["cpu"], own, config.tensor_parallel_size)
     return {
         "model": config.model_name,
         "architecture": spec.architecture,
@@ -140,8 +146,22 @@ def inspect(config: EngineConfig) -> dict[str, Any]:
         "active_parameters": spec.active_parameters,
         "kv_values_per_token": spec.kv_planes * sum(heads * width for heads, width in spec.kv_heads),
         "ranks": [ranks for ranks in range(1, MAX_RANKS + 1) if _splits(spec, ranks)],
-        "devices": _devices(config, own),
+        "devices": devices,
+        "cards": on_cards(own),
     }
+
+
+def _add_bound(cpu: dict[str, Any], spec: ModelSpec, ranks: int) -> None:
+    """Add what bounds the tokens a second of one request on this machine's CPU: ranks share its memory."""
+    from weft.engine.runner.options.cards import bytes_per_token
+    from weft.engine.runner.options.machine import CACHED_BYTES, read_bandwidth
+
+    itemsize = 2 if cpu["dtype"] == "bfloat16" else 4
+    read = cpu.setdefault("bytes_per_token", bytes_per_token(spec, itemsize))
+    if read <= CACHED_BYTES:
+        return
+    bandwidth = read_bandwidth()
+    cpu |= {"bytes_per_second": int(bandwidth), "tokens_per_second_bound": round(bandwidth / (ranks * read), 1)}
 
 
 def _encoder(config: EngineConfig) -> dict[str, Any]:
@@ -206,6 +226,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows.append(("ranks", " or ".join(map(str, facts["ranks"]))))
     each = f"on each of {ranks} ranks, " if (ranks := config.tensor_parallel_size) > 1 else ""
     rows += [(name, _device_text(device, each)) for name, device in facts["devices"].items()]
+    rows += [(name, each + _card_text(formats)) for name, formats in facts.get("cards", {}).items()]
     width = max(len(name) for name, _ in rows) + 2
     for name, text in rows:
         print(f"{name:{width}}{text}")
@@ -230,5 +251,30 @@ def _device_text(device: dict[str, Any], each: str) -> str:
     return (
         f"serves it in {device['dtype']}: {each}{device['weight_bytes'] / GIB:.1f} GiB of weights{packed}, "
         f"{device['kv_bytes_per_token'] / 1024:.1f} KiB of KV a token{states}, "
-        f"room for {device['kv_tokens']:,} tokens, contexts of {device['max_model_len']:,}"
+        f"room for {device['kv_tokens']:,} tokens, contexts of {device['max_model_len']:,}{_bound(device)}"
     )
+
+
+def _bound(device: dict[str, Any]) -> str:
+    if "tokens_per_second_bound" not in device:
+        return ""
+    read, speed = device["bytes_per_token"] / 2**20, device["bytes_per_second"] / 1e9
+    rate = device["tokens_per_second_bound"]
+    return f"; one request reads {read:,.0f} MiB a token, so {rate:,} tokens/s at most at the {speed:.0f} GB/s measured"
+
+
+def _card_text(formats: dict[str, dict[str, Any]]) -> str:
+    """Return one line; a reason that excludes every format is said once."""
+    reasons = {facts.get("why_not") for facts in formats.values()}
+    if len(reasons) == 1 and None not in reasons:
+        return f"does not serve it: {reasons.pop()}"
+    return "; ".join(f"{name}: {_format_text(facts)}" for name, facts in formats.items())
+
+
+def _format_text(facts: dict[str, Any]) -> str:
+    if not facts["fits"]:
+        return f"does not fit, {facts['why_not']}" if "weight_bytes" in facts else f"not served, {facts['why_not']}"
+    room = "" if facts["kv_tokens"] is None else f", room for {facts['kv_tokens']:,} tokens"
+    rate = facts["tokens_per_second_bound"]
+    bound = "" if rate is None else f", one request {rate:,} tokens/s at most"
+    return f"{facts['weight_bytes'] / GIB:.1f} GiB{room}{bound}"
