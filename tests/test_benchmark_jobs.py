@@ -14,6 +14,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from weft.engine.wire.child import command
+
 ROOT = Path(__file__).parents[1]
 JOBS = ROOT / "benchmarks/jobs"
 NAMES = sorted(path.stem for path in JOBS.glob("*.sh"))
@@ -155,3 +157,12 @@ def test_arrivals_of_long_prompts_match_their_share(long_prompts: ModuleType) ->
 def test_free_port_returns_a_free_port(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", job_module("free_port", monkeypatch).free_port()))
+
+
+def test_only_engines_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_module("kill_engine", monkeypatch)
+    modules = {7: "weft.engine.process", 8: "weft.server.daemon.worker", 9: "weft.engine.process", 10: "weft.server"}
+    lines = {pid: list(command(1, module)) for pid, module in modules.items()}
+    monkeypatch.setattr(job, "children", lambda _: list(lines))
+    monkeypatch.setattr(job, "command_line", lines.__getitem__)
+    assert job.engines(1) == [7, 9]

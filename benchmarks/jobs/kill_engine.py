@@ -32,7 +32,7 @@ EDGE = 1.5
 
 def engines(daemon: int) -> list[int]:
     """Engine processes of this daemon, oldest first."""
-    return [pid for pid in children(daemon) if any("weft.engine" in word for word in command_line(pid))]
+    return [pid for pid in children(daemon) if "weft.engine.process" in command_line(pid)]
 
 
 def generated(port: str) -> float:
