@@ -6,8 +6,8 @@ A job is a script `NAME.sh` in this folder. Its first comment lines state its qu
 and how to read its answer; README.md lists them all.
 
 A job runs in the repository root, can call `python -m weft.server`, and gets these variables: `OUT`, its own folder
-for results, a sibling of the other jobs' folders; `SECONDS_LEFT`, its time limit (1.5 times its `Time`, or the rest of
-`--seconds`); and `CUDA_VISIBLE_DEVICES` in a lane. Its output goes to `OUT/log.txt`.
+for results, a sibling of the other jobs' folders; `SECONDS_LEFT`, its time limit (`--factor` times its `Time`, or the
+rest of `--seconds`); and `CUDA_VISIBLE_DEVICES` in a lane. Its output goes to `OUT/log.txt`.
 
 Set `WHEELS` to a folder of wheels on a machine without a package registry; they are installed for the jobs first.
 `OUT/summary.txt` has one line a job, `OUT/jobs.tgz` has all results.
@@ -54,8 +54,8 @@ def header(name: str) -> dict[str, str]:
 class Runs:
     """Runs jobs within a time limit and packs their results."""
 
-    def __init__(self, out: Path, seconds: float, environment: dict[str, str]) -> None:
-        self._out = out
+    def __init__(self, out: Path, seconds: float, environment: dict[str, str], factor: float) -> None:
+        self._out, self._factor = out, factor
         self._end = time.monotonic() + seconds - PACKING_SECONDS
         self._environment = environment
         self._lock = threading.Lock()
@@ -67,7 +67,7 @@ class Runs:
 
     def _run(self, name: str, visible: str | None) -> None:
         begun = time.monotonic()
-        seconds = min(1.5 * float(header(name)["time"].split()[0]), self._end - begun)
+        seconds = min(self._factor * float(header(name)["time"].split()[0]), self._end - begun)
         if seconds <= 0:
             self._note(f"{name}: not started, no time was left")
             return
@@ -139,6 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for results")
     parser.add_argument("--seconds", type=float, default=3600.0, help="time limit of the whole run (default: 3600)")
+    parser.add_argument("--factor", type=float, default=1.5, help="time limit of a job, times its time (default: 1.5)")
     parser.add_argument(
         "--all", nargs="*", default=[], metavar="JOB", help="jobs to run first, in sequence, with all GPUs"
     )
@@ -157,7 +158,7 @@ def main() -> None:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="weft-jobs-") as place:
         environment = prepared(Path(place))
-        runs = Runs(options.out.resolve(), options.seconds - (time.monotonic() - begun), environment)
+        runs = Runs(options.out.resolve(), options.seconds - (time.monotonic() - begun), environment, options.factor)
         try:
             runs.lane(options.all, None)
             lanes = [threading.Thread(target=runs.lane, args=(lane, str(gpu))) for gpu, lane in enumerate(options.lane)]

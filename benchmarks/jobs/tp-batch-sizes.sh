@@ -12,6 +12,6 @@ python -m weft.server bench ranks $model --rounds 1 --seconds 1.2 --ways none,se
     --tokens 576 640 704 768 896 1024 2048 3072 4096 --json "$OUT/layers.json"
 if [ $((SECONDS + 180)) -lt "$SECONDS_LEFT" ]; then
     count=300
-    if [ "${RANKS:-2}" = 4 ]; then count=1000; fi
+    if [ "${RANKS:-2}" -gt 2 ]; then count=1000; fi
     python -m weft.server bench offline $model --load-format dummy --workload 1024:512:$count --json "$OUT/whole.json"
 fi

@@ -17,12 +17,35 @@ import httpx
 
 PATIENCE = 400.0
 """seconds for an operation that takes one to ten on an idle machine"""
+ATTEMPTS = 6
+PAUSE = 5.0
+"""seconds between two attempts to start Ray"""
 
 
 def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
+
+
+def begin(init: Callable[..., Any], shutdown: Callable[[], Any], folder: str) -> None:
+    """Start Ray below `folder`; a short path, because Ray puts Unix sockets below it.
+
+    Retries, because Ray waits for the processes of a node for 15 and 30 seconds, which no setting changes. A busy
+    machine takes longer, but is faster with files that an earlier attempt has read."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            init(
+                num_cpus=4, object_store_memory=100 * 2**20, include_dashboard=False, log_to_driver=False,
+                logging_level="warning", _temp_dir=f"{folder}/{attempt}",
+            )  # fmt: skip
+            return
+        except Exception as error:  # Ray raises this class itself
+            shutdown()
+            if attempt == ATTEMPTS:
+                raise
+            print(f"Ray did not start, attempt {attempt} of {ATTEMPTS}: {error}", flush=True)
+            time.sleep(PAUSE)
 
 
 @contextmanager
@@ -34,17 +57,14 @@ def own_ray() -> Iterator[str]:
         # Ray's default timeouts are too short when other tests run at the same time.
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+        "RAY_raylet_start_wait_time_s": "120",
     }
     import ray
     from ray import serve
 
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        # A short path: Ray puts Unix sockets below it.
-        ray.init(
-            num_cpus=4, object_store_memory=100 * 2**20, include_dashboard=False, log_to_driver=False,
-            logging_level="warning", _temp_dir=folder,
-        )  # fmt: skip
+        begin(ray.init, ray.shutdown, folder)
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": port})
             yield f"http://127.0.0.1:{port}"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import Harness
 from threads import of_threads
-from tiny import FAMILIES
+from tiny import FAMILIES, save_tiny
 
 from weft.engine.errors import ModelError
 from weft.engine.model.checkpoint import WHOLE, Checkpoint, Part
@@ -30,6 +30,20 @@ PARAMS = (
 )
 OPTIONS = {"max_num_batched_tokens": 32, "cpu_threads": 1, "num_pages": 64, "page_size": 16}
 """chunks of prompts and decodes share iterations"""
+EIGHT: dict[str, tuple[str, dict[str, int]]] = {
+    "eight KV heads": ("llama2", {"num_attention_heads": 8, "num_key_value_heads": 8}),
+    "two KV heads": ("llama2", {"num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 8}),
+    "four KV heads": ("qwen3", {"num_attention_heads": 8, "num_key_value_heads": 4}),
+    "experts": ("qwen3-moe", {"num_attention_heads": 8, "num_key_value_heads": 2}),
+    "shared expert": ("qwen2-moe", {"num_attention_heads": 8, "num_key_value_heads": 1}),
+    "sinks": ("gpt-oss", {"num_attention_heads": 8, "num_key_value_heads": 2}),
+    "norms after GEMMs": ("gemma2", {"num_attention_heads": 8}),
+    "norm over all heads": ("olmo2", {"num_attention_heads": 8}),
+    "latent attention": ("deepseek-v3", {"num_attention_heads": 8, "num_key_value_heads": 8}),
+    "states": ("qwen3.5", {"num_attention_heads": 8, "linear_num_key_heads": 8, "linear_num_value_heads": 16}),
+}
+"""Tiny models whose heads eight ranks can share, by what is special about them: family and sizes."""
+BY_DAY = ("experts",)
 
 
 def served(path: Path, ranks: int, **options: object) -> Harness:
@@ -75,6 +89,32 @@ def test_four_ranks_give_the_tokens_of_one_or_report_what_cannot_be_cut(
             spec.shard(3, 4)
         return
     assert served(path, 4).tokens == served(path, 1).tokens
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in BY_DAY else pytest.mark.nightly) for n in EIGHT])
+def test_eight_ranks_give_the_tokens_of_one(tmp_path: Path, name: str) -> None:
+    """Covers eight KV heads, fewer KV heads than ranks, experts, and a vocabulary that eight does not divide."""
+    family, sizes = EIGHT[name]
+    path = save_tiny(family, tmp_path, **sizes)
+    assert read_spec(path).vocab_size % 8
+    one, eight = served(path, 1), served(path, 8)
+    assert eight.tokens == one.tokens
+    for handle, entries in one.logprobs.items():
+        assert [e.ids for e in eight.logprobs[handle]] == [e.ids for e in entries]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "what"),
+    [
+        ({"num_attention_heads": 12}, "12 attention heads"),
+        ({"num_attention_heads": 24, "num_key_value_heads": 3, "head_dim": 8}, "3 KV heads"),
+        ({"num_attention_heads": 8, "intermediate_size": 108}, "108"),
+    ],
+)
+def test_what_eight_does_not_divide_is_named(tmp_path: Path, sizes: dict[str, int], what: str) -> None:
+    spec = read_spec(save_tiny("mistral", tmp_path, **sizes))
+    with pytest.raises(ModelError, match=f"{what}.*over 8 ranks"):
+        spec.shard(7, 8)
 
 
 def test_batch_invariance_holds_on_ranks(tiny_model: Callable[[str], Path]) -> None:

@@ -33,7 +33,7 @@ from weft.kernels.matmul.projections import linear_project
 
 MAPPED: list[np.memmap] = []
 """arrays whose addresses the kernels get"""
-ARENA = 4 << 20
+ARENA = 8 << 20
 """bytes of a rank in one case"""
 TOKENS = 8
 LOAD = Load(7, 4, 20, 3)
@@ -44,9 +44,13 @@ WIDE = 128
 """hidden size of the model that has a plan: each of two ranks owns a tile's columns"""
 SUMS = (5, 200)
 """tokens and hidden size: splits of a row that differ"""
-PRODUCT = (19, 128, 64)
-"""tokens, hidden size and depth: two tiles of tokens"""
 TILES = GemmConfig(16, 64, 64, 2, 4, swap=True, slices=1)
+MOST_RANKS = 8
+
+
+def product_sizes(ranks: int) -> tuple[int, int, int]:
+    """Tokens, hidden size and depth: two tiles of tokens. Eight ranks own a tile's columns each."""
+    return 19, 64 * MOST_RANKS if ranks == MOST_RANKS else 128, 64
 
 
 def models() -> dict[str, ModelSpec]:
@@ -66,7 +70,7 @@ def models() -> dict[str, ModelSpec]:
 def partial_sums(rank: int) -> tuple[Tensor, Tensor]:
     """A rank's partial sums, and the stream, `[T, H]` float16."""
     generator = torch.Generator().manual_seed(9)
-    every = torch.randn(4, *SUMS, generator=generator).half()
+    every = torch.randn(MOST_RANKS, *SUMS, generator=generator).half()
     return every[rank], torch.randn(SUMS, generator=generator).half()
 
 
@@ -112,13 +116,13 @@ def sums(c: PeerCollectives) -> list[Tensor]:
     return found
 
 
-def product(rank: int, launch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def product(rank: int, launch: int, ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The operands of a rank, `[T, K]` and `[H, K]`, its bias `[H]`, and the stream."""
     generator = torch.Generator().manual_seed(launch)
-    tokens, hidden, depth = PRODUCT
+    tokens, hidden, depth = product_sizes(ranks)
     every = [
         (torch.randn(tokens, depth, generator=generator), torch.randn(hidden, depth, generator=generator) / 8)
-        for _ in range(4)
+        for _ in range(MOST_RANKS)
     ]
     bias, x = torch.randn(hidden, generator=generator), torch.randn(tokens, hidden, generator=generator)
     return every[rank][0].half(), every[rank][1].half(), bias.half(), x.half()
@@ -127,7 +131,7 @@ def product(rank: int, launch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def pushed(c: PeerCollectives, *, want: bool) -> list[Tensor]:
     """Sums after GEMMs that write to the ranks, in a graph that is launched twice: x and its squares. want: whether
     they do."""
-    tokens, hidden, _ = PRODUCT
+    tokens, hidden, _ = product_sizes(c.ranks)
     places = [c.allocate((tokens, hidden), torch.float16) for _ in range(2)]
     x, sumsq = c.allocate((tokens, hidden), torch.float16), c.allocate((c.ranks, tokens), torch.float32)
     live = torch.tensor([tokens - 1], dtype=torch.int32)
@@ -135,7 +139,7 @@ def pushed(c: PeerCollectives, *, want: bool) -> list[Tensor]:
     for launch in range(2):
         with c.inside(Graph.MODEL):
             for i in range(2):
-                a, weight, bias, stream = product(c.rank, 2 * launch + i)
+                a, weight, bias, stream = product(c.rank, 2 * launch + i, c.ranks)
                 if i == 0:  # two sums of one stream
                     x.copy_(stream)
                 own = bias if c.rank == 0 else None
@@ -212,8 +216,9 @@ def main() -> None:
             memory = File(sys.argv[3], rank, ranks, index)
             found[f"sums in {steps.sums}"] = sums(collectives_of(memory, rank, ranks, steps))
         for index, steps in enumerate((Steps(1), Steps(1, 1), Steps(1, 2)), 2):
-            c = collectives_of(File(sys.argv[3], rank, ranks, index), rank, ranks, steps, 32, hidden_size=PRODUCT[1])
-            whole = shard_width(PRODUCT[1], ranks) % TILES.features == 0  # a tile has one owner
+            hidden = product_sizes(ranks)[1]
+            c = collectives_of(File(sys.argv[3], rank, ranks, index), rank, ranks, steps, 32, hidden_size=hidden)
+            whole = shard_width(hidden, ranks) % TILES.features == 0  # a tile has one owner
             found[f"products {steps.pushed}"] = pushed(c, want=steps.pushed == 1 or (steps.pushed == 2 and whole))
         if ranks == 2:
             for index, name in enumerate(models(), 5):

@@ -22,7 +22,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from engine_of_rank import served
 from interpreted import interpreted_gpu, streams_in_order
-from interpreted_rank import ARENA, PIPELINES, PRODUCT, SUMS, logits, models, partial_sums, product
+from interpreted_rank import ARENA, PIPELINES, SUMS, logits, models, partial_sums, product, product_sizes
 
 from weft.kernels.collectives.peer import shard_width
 
@@ -102,11 +102,11 @@ def test_sums_are_in_rank_order_and_the_same_bits_on_all_ranks_in_one_step_and_i
 
 def check_products(found: Found, *ways: int) -> None:
     ranks = len(found)
-    tokens = PRODUCT[0]
+    tokens = product_sizes(ranks)[0]
     want = []
     for launch in range(4):
-        *_, bias, stream = product(0, launch)
-        given = [product(rank, launch)[:2] for rank in range(ranks)]
+        *_, bias, stream = product(0, launch, ranks)
+        given = [product(rank, launch, ranks)[:2] for rank in range(ranks)]
         x = stream if launch % 2 == 0 else want[-1]
         total = pushed_sum([a for a, _ in given], [w for _, w in given], bias, x if launch < 2 else None)
         want.append(torch.cat([total[: tokens - 1], x[tokens - 1 :]]))
@@ -126,8 +126,10 @@ def test_gemms_that_write_to_the_ranks_give_the_bits_of_a_separate_sum(two: Foun
 
 
 @pytest.mark.nightly
-def test_sums_of_three_ranks(tmp_path: Path) -> None:
-    found = ranks_of(3, tmp_path)
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_sums_of_more_ranks(tmp_path: Path, ranks: int) -> None:
+    """Covers columns that ranks do not divide, and the most ranks."""
+    found = ranks_of(ranks, tmp_path)
     check_sums(found)
     check_products(found, 1, 2)
 
