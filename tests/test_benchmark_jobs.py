@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import re
 import socket
 import subprocess
@@ -152,6 +153,39 @@ def test_arrivals_of_long_prompts_match_their_share(long_prompts: ModuleType) ->
         assert np.mean([answer for _, _, answer in later]) == pytest.approx(mean, rel=0.03)
         assert all(prompt + answer == 16_500 for _, prompt, answer in found.requests)
         assert found == long_prompts.arrivals(costs, share, 16_500, 44, 3.0, 26.0, 1)  # the same for every daemon
+
+
+def test_the_job_that_kills_an_engine_finds_no_api_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    kill = job_module("kill_engine", monkeypatch)
+    child = ["python", "-P", "-m", "weft.engine.wire.child", "9"]
+    modules = {3: "weft.engine.process", 5: "weft.server.daemon.worker", 6: "weft.engine.process"}
+    monkeypatch.setattr(kill, "children", lambda _: [*modules, 7])
+    monkeypatch.setattr(kill, "command_line", lambda pid: [*child, modules[pid], ""] if pid in modules else [])
+    assert kill.engines(9) == [3, 6]
+
+
+def test_rows_of_ranks_have_the_columns_of_the_results_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = json.loads((ROOT / "benchmarks/results/tensor-parallel-70b.json").read_text())
+    report = {
+        "workload": "1024:512:1000", "total_tokens_per_second": 13625.4, "optimum_tokens_per_second": 18260.0,
+        "watts": 2765.2, "tokens_per_joule": 4.92, "start_seconds": {"in all": 21.0},
+        "then 512:512:1000": {"total_tokens_per_second": 13594.0},
+    }  # fmt: skip
+    first, second = job_module("rank_rows", monkeypatch).rows(4, report)
+    assert len(first) == len(second) == len(table["columns"])
+    assert first == ["4, 1024 / 512 x 1000", 13625, 3406, 0.746, 2765, "4.92"]
+    assert second == ["4, 512 / 512 x 1000", 13594, 3398, 0.744, "", ""]
+
+
+def test_several_engines_are_compared_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, speed, cached in (("one", 100.0, 50), ("several", 390.0, 49)):
+        loop = {"throughput": {"output_tokens_per_second": speed, "prompt_tokens_per_second": 2 * speed}}
+        (tmp_path / f"closed-{name}.json").write_text(json.dumps({"runs": [loop]}))
+        talk = {"tokens": {"prompt_cached": cached, "prompt_received": 100}}
+        (tmp_path / f"talk-{name}.json").write_text(json.dumps({"runs": [talk]}))
+    found = job_module("compare_engines", monkeypatch).compared(tmp_path, 4)
+    assert found["output_tokens_per_second"] == {"one": 100.0, "several": 390.0, "ratio": 3.9}
+    assert found["cached"]["ratio"] == pytest.approx(0.98)
 
 
 def test_free_port_returns_a_free_port(monkeypatch: pytest.MonkeyPatch) -> None:

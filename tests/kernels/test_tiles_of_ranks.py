@@ -19,6 +19,7 @@ from weft.kernels.matmul import fp8_projections, mid_rule, mid_table
 from weft.kernels.matmul.fp8_few_config import distribute, is_few
 from weft.kernels.matmul.gemm_launch import Launch, check_workspace, choose, launch_of, workspace
 from weft.kernels.matmul.tuned import BUCKETS
+from weft.tools.kernels.kernel_map import Case, kernels_of
 
 RANKS, SMS = 8, KNOWN["h200"].sms
 SHARED_BYTES = 232448  # of a program
@@ -78,6 +79,16 @@ def test_a_tile_of_a_gemm_that_pushes_has_one_owner(preset: str) -> None:
             width = width_of(gemm.features, RANKS, 2)
             assert width == shard_width(gemm.features, RANKS) == gemm.features // RANKS
             assert all(width % choose(tokens, *gemm[1:], SMS).features == 0 for tokens in TOKENS)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("preset", ["llama-2-70b", "llama-3-70b"])
+def test_every_operation_of_a_rank_launches_kernels_for_all_numbers_of_tokens(preset: str) -> None:
+    """Without a GPU: launches check their operands, tiles and scratch."""
+    case = Case("eight ranks", preset, "h200", {"tensor_parallel_size": RANKS})
+    for name, rows in kernels_of(case).items():
+        assert rows, name
+        assert rows[-1][0] == BUCKETS[-1], name
 
 
 @pytest.mark.parametrize("preset", ["llama-2-70b", "llama-3-70b"])
