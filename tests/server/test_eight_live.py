@@ -35,7 +35,7 @@ def options(tmp_path: Path) -> tuple[str, ...]:
     (model / "config.json").write_text(json.dumps(MODEL))
     return (
         "--model", str(model), "--load-format", "dummy", "--served-model-name", "demo", "--device", "cpu",
-        "--max-model-len", "1024", "--page-size", "16", "--num-pages", "400", "--max-num-seqs", "16",
+        "--max-model-len", "2048", "--page-size", "16", "--num-pages", "1200", "--max-num-seqs", "16",
         "--drain-timeout", "240", "--engine-restart-limit", "20",
     )  # fmt: skip
 
