@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray_live
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -243,3 +245,25 @@ async def test_a_daemon_that_cannot_start_reports_so() -> None:
 
     with pytest.raises(WeftError, match="status 2"):
         await asyncio.wait_for(Child.start({"model": "/nowhere", "port": 0}, 60.0), 120)
+
+
+# -- the private Ray of the other tests
+
+
+def test_ray_is_started_again_in_another_folder_until_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_live, "PAUSE", 0.0)
+    folders: list[str] = []
+    stops: list[int] = []
+
+    def init(lasting: int, **options: Any) -> None:
+        folders.append(options["_temp_dir"])
+        if len(folders) <= lasting:
+            raise TimeoutError("the node timed out during startup")
+
+    ray_live.begin(partial(init, 2), lambda: stops.append(len(folders)), "folder")
+    assert folders == ["folder/1", "folder/2", "folder/3"]
+    assert stops == [1, 2]
+    folders.clear()
+    with pytest.raises(TimeoutError):
+        ray_live.begin(partial(init, 99), lambda: None, "folder")
+    assert len(folders) == ray_live.ATTEMPTS
