@@ -22,6 +22,12 @@ def runs(report: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name.removeprefix("then "), value
 
 
+def named(workload: str) -> str:
+    """`1024:512:1000` as the results page has it; distributions as they are."""
+    parts = workload.split(":")
+    return "{} / {} x {}".format(*parts) if len(parts) == 3 else workload
+
+
 def rows(ranks: int, report: dict[str, Any]) -> list[list[Any]]:
     found, optimum = [], report.get("optimum_tokens_per_second")
     for workload, figures in runs(report):
@@ -31,7 +37,7 @@ def rows(ranks: int, report: dict[str, Any]) -> list[list[Any]]:
             figures.get("tokens_per_joule"),
         )
         found.append([
-            f"{ranks}, {workload.replace(':', ' / ', 1).replace(':', ' x ')}", round(total), round(total / ranks),
+            f"{ranks}, {named(workload)}", round(total), round(total / ranks),
             "" if optimum is None else round(total / optimum, 3), "" if watts is None else round(watts),
             "" if per_joule is None else f"{per_joule:.2f}",
         ])  # fmt: skip
