@@ -155,15 +155,6 @@ def test_arrivals_of_long_prompts_match_their_share(long_prompts: ModuleType) ->
         assert found == long_prompts.arrivals(costs, share, 16_500, 44, 3.0, 26.0, 1)  # the same for every daemon
 
 
-def test_the_job_that_kills_an_engine_finds_no_api_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    kill = job_module("kill_engine", monkeypatch)
-    child = ["python", "-P", "-m", "weft.engine.wire.child", "9"]
-    modules = {3: "weft.engine.process", 5: "weft.server.daemon.worker", 6: "weft.engine.process"}
-    monkeypatch.setattr(kill, "children", lambda _: [*modules, 7])
-    monkeypatch.setattr(kill, "command_line", lambda pid: [*child, modules[pid], ""] if pid in modules else [])
-    assert kill.engines(9) == [3, 6]
-
-
 def test_rows_of_ranks_have_the_columns_of_the_results_page(monkeypatch: pytest.MonkeyPatch) -> None:
     table = json.loads((ROOT / "benchmarks/results/tensor-parallel-70b.json").read_text())
     report = {
