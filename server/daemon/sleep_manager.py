@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from math import inf
 from typing import Any
 
 from weft.server.daemon.control import Interrupt
@@ -18,7 +19,12 @@ from weft.server.observe.shared_state import ENTERED, WAITING, SharedState, Slee
 
 POLL_SECONDS = 0.02
 LAST_ANSWERS = 5.0  # Seconds that interrupted requests get to end.
-MAX_DOUBLED = 4  # Times that a model's requests get twice as long to end, for it to sleep for another.
+MAX_DOUBLED = (
+    4  # Times that a model's requests get twice as long to end, for it to sleep for another. Then they all end.
+)
+RETURN_SECONDS = (
+    15.0  # Seconds that a model stays awake for clients that were refused meanwhile: more than Retry-After.
+)
 
 logger = logging.getLogger("weft")
 
@@ -41,6 +47,8 @@ class SleepManager:
         self._falling_asleep: dict[int, list[asyncio.Future[str]]] = {}
         """Waiters by model. Each receives an empty string, or the reason for a failure."""
         self._outlasted: Counter[int] = Counter()  # by model: times that its requests took too long for it to sleep
+        self._woke: dict[int, float] = {}
+        """When a model woke for which no request waited any more. It has no request yet."""
         self._work: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._begun = asyncio.Event()
@@ -57,7 +65,7 @@ class SleepManager:
         try:
             await self._begun.wait()
             while True:
-                for move in self.policy.moves(self._shared_state.used.tolist(), self._expected()):
+                for move in self.policy.moves(self._shared_state.used.tolist(), self._expected(), self._busy()):
                     self._begin(self._wake(move.model) if isinstance(move, WakeMove) else self._sleep(move, 1, None))
                 self._changed.clear()
                 with suppress(TimeoutError):
@@ -71,8 +79,16 @@ class SleepManager:
             await asyncio.gather(*self._work, return_exceptions=True)
 
     def _expected(self) -> list[int]:
-        """Return the models that requests are waiting for."""
-        return [m for m in range(self._shared_state.models) if self._shared_state.load[:, m, WAITING].any()]
+        """Return the models that requests are waiting for, or will soon try again."""
+        waiting = {m for m in range(self._shared_state.models) if self._shared_state.load[:, m, WAITING].any()}
+        for model, woke in list(self._woke.items()):
+            if self._shared_state.used[model] != woke or time.monotonic() - woke > RETURN_SECONDS:
+                del self._woke[model]
+        return [*waiting.union(self._woke)]
+
+    def _busy(self) -> list[int]:
+        """Return the models with open requests."""
+        return [m for m in range(self._shared_state.models) if self._shared_state.load[:, m, ENTERED].any()]
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -161,11 +177,13 @@ class SleepManager:
 
     async def _sleep(self, move: SleepMove, level: int, patience: float | None) -> None:
         """`patience`: seconds until open requests are interrupted; None to keep the model awake instead, after twice as
-        long each time in a row. So long requests do not keep others' models asleep for ever."""
+        long each time in a row. The sixth time it waits until all have ended, however long that takes. So long requests
+        do not keep others' models asleep for ever."""
         model, name = move.model, self._names[move.model]
         self._publish(model)
-        begun = time.monotonic()
-        if not await self._idle(model, self._patience * 2 ** self._outlasted[model] if patience is None else patience):
+        begun, outlasted = time.monotonic(), self._outlasted[model]
+        doubled = inf if outlasted > MAX_DOUBLED else self._patience * 2**outlasted
+        if not await self._idle(model, doubled if patience is None else patience):
             if patience is None:
                 self._cancel_sleep(model)
                 return
@@ -188,7 +206,7 @@ class SleepManager:
         self._resolve(self._falling_asleep, model)
 
     def _cancel_sleep(self, model: int) -> None:
-        self._outlasted[model] = min(self._outlasted[model] + 1, MAX_DOUBLED)
+        self._outlasted[model] += 1
         loser = self.policy.sleep_cancelled(model)
         self._publish(model)
         why = f"{self._names[model]} has requests that take longer than --drain-timeout"
@@ -215,7 +233,9 @@ class SleepManager:
             logger.error("%s could not be woken", name)
             self._resolve(self._waking, model, f"{name} could not be woken")
             return
-        self._shared_state.used[model] = time.monotonic()
+        self._shared_state.used[model] = woke = time.monotonic()
+        if not self._shared_state.load[:, model, WAITING].any():
+            self._woke[model] = woke
         self.policy.woke(model)
         self._publish(model)
         seconds = time.monotonic() - begun

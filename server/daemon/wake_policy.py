@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from weft.server.observe.shared_state import SleepState
@@ -25,6 +25,9 @@ class WakeMove(NamedTuple):
 class WakePolicy:
     """Chooses the models that are awake, within the memory.
 
+    The bound: while requests wait for a sleeping model that no paused model blocks, each other model wakes at most once
+    before it.
+
     Attributes:
     sleep_states: the state of each model. Every model that is neither asleep nor dead occupies its memory share.
     wanted: models to wake, in the order of the requests."""
@@ -36,6 +39,9 @@ class WakePolicy:
         self._most = len(shares) if most is None else most
         self.sleep_states = [SleepState.ASLEEP] * len(shares)
         self.wanted: dict[int, None] = {}
+        self._places: dict[int, int] = {}
+        """By model: its place in line. It keeps it until it wakes, even if its requests are refused meanwhile."""
+        self._last_place = 0
         for model in range(len(shares)):
             if self._fits(model, self._resident()):
                 self.sleep_states[model] = SleepState.AWAKE
@@ -51,8 +57,12 @@ class WakePolicy:
 
     def request_wake(self, model: int) -> None:
         """Queue a model for waking."""
-        if self.sleep_states[model] not in (SleepState.AWAKE, SleepState.DEAD):
-            self.wanted.setdefault(model)
+        if self.sleep_states[model] in (SleepState.AWAKE, SleepState.DEAD) or model in self.wanted:
+            return
+        if model not in self._places:
+            self._last_place += 1
+            self._places[model] = self._last_place
+        self.wanted = dict.fromkeys(sorted((*self.wanted, model), key=self._places.__getitem__))
 
     def cancel_wake(self, model: int) -> None:
         """Remove a model from the queue. Idempotent."""
@@ -65,26 +75,32 @@ class WakePolicy:
         self.sleep_states[model] = SleepState.FALLING_ASLEEP
         return True
 
-    def moves(self, used: Sequence[float], expected: Sequence[int] = ()) -> list[SleepMove | WakeMove]:
+    def moves(
+        self, used: Sequence[float], expected: Collection[int] = (), busy: Collection[int] = ()
+    ) -> list[SleepMove | WakeMove]:
         """Return the moves to begin now, and update the states as if they had begun.
 
         `used`: time of each model's last request. `expected`: models with requests about to enter; they are not put to
-        sleep. Models wake in the order of their requests: later ones never take memory freed for an earlier one."""
+        sleep. `busy`: models with open requests, which sleep only if no other can. Models wake in the order of their
+        requests: later ones never take memory freed for an earlier one. Those that only a paused model keeps asleep
+        are left out."""
         found: list[SleepMove | WakeMove] = []
         for model in list(self.wanted):
             if self.sleep_states[model] in (SleepState.AWAKE, SleepState.DEAD):
-                self.cancel_wake(model)
+                self._leave_line(model)
             if self.sleep_states[model] is not SleepState.ASLEEP:
                 continue
             if self._fits(model, self._resident()):
                 self.sleep_states[model] = SleepState.WAKING
                 found.append(WakeMove(model))
                 continue
+            if not self._fits(model, [m for m, s in enumerate(self.sleep_states) if s is SleepState.PAUSED]):
+                continue
             while not self._fits(model, self._staying()):
                 free = [m for m, s in enumerate(self.sleep_states) if s is SleepState.AWAKE and m not in expected]
                 if not free:
                     break
-                least = min(free, key=lambda m: used[m])
+                least = min(free, key=lambda m: (m in busy, used[m]))
                 self.sleep_states[least] = SleepState.FALLING_ASLEEP
                 found.append(SleepMove(least))
             break
@@ -97,6 +113,8 @@ class WakePolicy:
 
     def slept(self, model: int) -> None:
         assert self.sleep_states[model] in (SleepState.FALLING_ASLEEP, SleepState.WAKING)
+        if self.sleep_states[model] is SleepState.WAKING:
+            self._leave_line(model)  # it could not be woken
         self.sleep_states[model] = SleepState.ASLEEP
 
     def paused(self, model: int) -> None:
@@ -111,7 +129,7 @@ class WakePolicy:
         """Keep a model awake if its requests take too long. Returns the model that therefore stays asleep, if any."""
         assert self.sleep_states[model] is SleepState.FALLING_ASLEEP
         self.sleep_states[model] = SleepState.AWAKE
-        self.cancel_wake(model)
+        self._leave_line(model)
         loser = next((m for m in self.wanted if self.sleep_states[m] is SleepState.ASLEEP), None)
         if loser is not None:
             self.cancel_wake(loser)
@@ -120,12 +138,16 @@ class WakePolicy:
     def woke(self, model: int) -> None:
         assert self.sleep_states[model] is SleepState.WAKING
         self.sleep_states[model] = SleepState.AWAKE
-        self.cancel_wake(model)
+        self._leave_line(model)
 
     def died(self, model: int) -> None:
         """Mark a model as dead: all its engines have been given up."""
         self.sleep_states[model] = SleepState.DEAD
+        self._leave_line(model)
+
+    def _leave_line(self, model: int) -> None:
         self.cancel_wake(model)
+        self._places.pop(model, None)
 
     def check(self) -> None:
         """Raise `AssertionError` unless the models in memory fit together."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from math import inf
 
 import pytest
 
+from weft.server.daemon import sleep_manager
 from weft.server.daemon.control import Interrupt
 from weft.server.daemon.sleep_manager import SleepManager
 from weft.server.daemon.wake_policy import WakePolicy
@@ -17,6 +20,11 @@ from weft.server.observe.shared_state import ENTERED, WAITING, SharedState, Slee
 pytestmark = pytest.mark.asyncio
 
 NAMES = ["a", "b", "c"]
+
+
+@pytest.fixture(autouse=True)
+def no_client_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sleep_manager, "RETURN_SECONDS", 0.0)
 
 
 class Engine:
@@ -183,16 +191,47 @@ async def test_long_requests_get_twice_as_long_each_time_until_their_model_sleep
 
         async def idle(model: int, seconds: float) -> bool:
             waits.append(seconds)
+            if seconds == inf:
+                made.opens(model, 0)
             return not made.shared_state.load[:, model, ENTERED].any()
 
         monkeypatch.setattr(made.manager, "_idle", idle)
-        for _ in range(6):
+        for _ in range(5):
             made.opens(0)
             assert await made.manager.wake(1) == "a has requests that take longer than --drain-timeout"
-        made.opens(0, 0)
         assert await made.manager.wake(1) == ""
         assert await made.manager.wake(0) == ""
-        assert waits == [30, 60, 120, 240, 480, 480, 480, 30]
+        assert waits == [30, 60, 120, 240, 480, inf, 30]
+
+
+async def test_a_model_without_requests_sleeps_rather_than_one_with_some() -> None:
+    async with daemon([0.5, 0.5, 0.5]) as made:
+        made.shared_state.used[:] = [1.0, 2.0, 0.0]
+        made.opens(0)
+        assert await made.manager.wake(2) == ""
+        assert made.sleep_state == [SleepState.AWAKE, SleepState.ASLEEP, SleepState.AWAKE]
+
+
+async def test_a_model_that_wakes_after_its_clients_were_refused_stays_awake_until_they_return(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sleep_manager, "RETURN_SECONDS", 1e9)
+    async with daemon([1.0, 1.0]) as made:
+        assert await made.manager.wake(1) == ""
+        back = asyncio.create_task(made.manager.wake(0))
+        await until(lambda: 0 in made.manager.policy.wanted)
+        for _ in range(5):
+            await asyncio.sleep(0.03)
+            assert made.sleep_state[1] is SleepState.AWAKE
+        made.shared_state.used[1] = time.monotonic()  # one has returned
+        assert await back == ""
+        made.shared_state.load[1, 1, WAITING] = 1
+        waking = asyncio.create_task(made.manager.wake(1))
+        await until(lambda: made.sleep_state[1] is SleepState.AWAKE or 1 in made.manager.policy.wanted)
+        made.shared_state.used[0] = time.monotonic()
+        assert await waking == ""
+        made.shared_state.load[1, 1, WAITING] = 0
+        assert await made.manager.wake(0) == "", "a request waited, so it has had its turn"
 
 
 async def test_an_operator_ends_requests_after_the_given_time() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from weft.server.daemon.sleep_manager import MAX_DOUBLED
 from weft.server.daemon.wake_policy import SleepMove, WakeMove, WakePolicy
 from weft.server.observe.shared_state import SleepState
 
@@ -163,3 +165,90 @@ def test_a_model_about_to_receive_requests_is_not_put_to_sleep(expected: list[in
     policy = WakePolicy([1.0, 1.0])
     policy.request_wake(1)
     assert policy.moves([0.0, 0.0], expected) == ([] if expected else [SleepMove(0)])
+
+
+def test_a_model_that_only_a_paused_one_keeps_asleep_blocks_no_other() -> None:
+    policy = WakePolicy([0.5, 0.5, 1.0, 0.5])
+    assert policy.begin_sleep(0)
+    policy.paused(0)
+    policy.request_wake(2)
+    assert policy.moves([0.0] * 4) == [], "no model sleeps in vain"
+    policy.request_wake(3)
+    assert policy.moves([0.0] * 4) == [SleepMove(1)]
+    policy.slept(1)
+    assert policy.moves([0.0] * 4) == [WakeMove(3)]
+    policy.woke(3)
+    policy.resumed(0)
+    assert policy.moves([0.0] * 4) == [SleepMove(0), SleepMove(3)]
+
+
+def test_a_model_that_stays_asleep_for_long_requests_keeps_its_place_in_line() -> None:
+    policy = WakePolicy([1.0, 1.0, 1.0])
+    policy.request_wake(2)
+    policy.request_wake(1)
+    assert policy.moves([0.0] * 3) == [SleepMove(0)]
+    assert policy.sleep_cancelled(0) == 2
+    policy.request_wake(2)
+    assert list(policy.wanted) == [2, 1]
+
+
+def test_a_model_that_cannot_be_woken_goes_to_the_end_of_the_line() -> None:
+    policy = WakePolicy([1.0, 1.0, 1.0])
+    assert policy.begin_sleep(0)
+    policy.slept(0)
+    policy.request_wake(2)
+    policy.request_wake(1)
+    assert policy.moves([0.0] * 3) == [WakeMove(2)]
+    policy.slept(2)
+    policy.cancel_wake(2)
+    policy.request_wake(2)
+    assert list(policy.wanted) == [1, 2]
+
+
+class Turns:
+    """Requests wait for every model that sleeps, at every moment. Sleep fails as often as it may."""
+
+    def __init__(self, rng: Random) -> None:
+        shares = [rng.choice([0.25, 0.3, 0.4, 0.5, 0.6, 1.0]) for _ in range(rng.randrange(2, 6))]
+        self.policy = WakePolicy([1.0, *shares], rng.choice([None, 1, 2, 3]))
+        self.rng, self.models = rng, range(len(shares) + 1)
+        self.outlasted = [0] * len(self.models)
+        self.turns: dict[int, list[int]] = {}
+        """By model that is asleep: the models that woke since its first request."""
+
+    def step(self) -> None:
+        policy, rng = self.policy, self.rng
+        for model in self.models:
+            if policy.sleep_states[model] in (SleepState.ASLEEP, SleepState.FALLING_ASLEEP):
+                policy.request_wake(model)
+            if policy.sleep_states[model] is SleepState.ASLEEP:
+                self.turns.setdefault(model, [])
+        used = [rng.random() for _ in self.models]
+        for move in policy.moves(used, (), [m for m in self.models if rng.random() < 0.5]):
+            if isinstance(move, WakeMove):
+                del self.turns[move.model]
+                for others in self.turns.values():
+                    others.append(move.model)
+        policy.check()
+        for others in self.turns.values():
+            assert len(set(others)) == len(others), "another one has had two turns"
+        moving = [m for m in self.models if policy.sleep_states[m] in (SleepState.FALLING_ASLEEP, SleepState.WAKING)]
+        assert moving, "nothing moves, and requests wait"
+        self._end(rng.choice(moving))
+
+    def _end(self, model: int) -> None:
+        if self.policy.sleep_states[model] is SleepState.WAKING:
+            self.policy.woke(model)
+        elif self.outlasted[model] <= MAX_DOUBLED and self.rng.random() < 0.5:
+            self.outlasted[model] += 1
+            self.policy.sleep_cancelled(model)
+        else:
+            self.outlasted[model] = 0
+            self.policy.slept(model)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_before_a_model_wakes_each_other_one_has_at_most_one_turn(seed: int) -> None:
+    turns = Turns(Random(seed))
+    for _ in range(150):
+        turns.step()
