@@ -40,7 +40,7 @@ def never(engine: Engine) -> None:
 
 
 def unkept(engine: Engine) -> None:
-    engine.scheduler._kept_slots.give = lambda _: None  # type: ignore[method-assign]
+    engine.scheduler._kept_slots.give = lambda *_: None  # type: ignore[method-assign]
 
 
 VARIANTS: dict[str, Callable[[Engine], None]] = {"never": never, "unkept": unkept, "as is": lambda _: None}
@@ -112,6 +112,7 @@ class Run:
         return {
             "cost": self.cpu / float((row_seconds + page_seconds * pages).sum()),
             "CPU seconds": self.cpu,
+            "tokens per CPU second": len(self.tokens) / self.cpu,
             "generated": len(self.tokens),
             "computed": self.computed,
             "yields": self.engine.scheduler.fairness.yielded,

@@ -279,7 +279,7 @@ class Scheduler:
         if not coming and (slot := fairness.yielding(s, own, queue.step)) is not None:
             fairness.yields(s, slot, queue.step)
             self._preempt(slot)
-            self._kept_slots.give(request.tenant)
+            self._kept_slots.give(request.tenant, since)
 
     def _next_in_line(self, request: Request) -> None:
         """Make the request the head of its precedence, which none may overtake."""

@@ -44,6 +44,11 @@ class Clock:
         """prompt tokens of the last iteration, by handle"""
 
     def add(self, prompt: int, output: int, priority: int = 0, tenant: int = 0, precedence: int = 0) -> Request:
+        request = self.made(prompt, output, priority, tenant, precedence)
+        self.scheduler.add(request)
+        return request
+
+    def made(self, prompt: int, output: int, priority: int = 0, tenant: int = 0, precedence: int = 0) -> Request:
         handle = len(self.requests)
         request = Request(
             handle=handle, token_ids=np.zeros(prompt, np.int32), prompt_len=prompt,
@@ -52,7 +57,6 @@ class Clock:
             precedence=precedence,
         )  # fmt: skip
         self.requests.append(request)
-        self.scheduler.add(request)
         return request
 
     def step(self) -> bool:
