@@ -14,6 +14,7 @@ class Gemma3Rule:
     family = "gemma3"
     written = BEGIN
     around = ("\n\n", "\n\n")  # tokenized with the text around, as by the model's processor
+    low_if_several = False
 
     def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any], encode: Encode) -> None:
         if preprocessor.get("do_pan_and_scan"):

@@ -16,6 +16,7 @@ class Idefics3Rule:
     family = "idefics3"
     written = IMAGE
     around = ("", "")
+    low_if_several = False
 
     def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any], encode: Encode) -> None:
         vision = config["vision_config"]

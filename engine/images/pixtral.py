@@ -15,6 +15,7 @@ class PixtralRule:
     family = "pixtral"
     written = IMAGE
     around = ("", "")
+    low_if_several = False
 
     def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any], encode: Encode) -> None:
         self.marker = int(config.get("image_token_id") or config.get("image_token_index") or only(encode(IMAGE), IMAGE))

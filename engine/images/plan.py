@@ -34,7 +34,9 @@ class Tile(NamedTuple):
     height: int
     width: int
     box: tuple[int, int, int, int] | None = None
-    """Left, top, right and bottom of the part of the canvas that it shows; None for all of it."""
+    """Left, top, right and bottom of the part of the canvas that it shows, which may exceed it; None for all of it."""
+    whole: bool = False
+    """It shows the image itself, not the canvas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class ImagePlan:
     grid: tuple[int, ...]
     """Layout of the embeddings, as the family defines it."""
     placeholder: tuple[Run, ...]
+    background: tuple[int, int, int] = (0, 0, 0)
+    """Color outside the canvas."""
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
@@ -77,6 +81,8 @@ class ImageRule(Protocol):
     """Text to write before and after the marker in a rendered prompt."""
     token_ids: frozenset[int]
     """Tokens that only image placeholders may contain."""
+    low_if_several: bool
+    """The images of a request with several have low detail."""
 
     def plan(self, width: int, height: int, detail: Detail = "auto") -> ImagePlan:
         """Raises `ImageSizeError` if the model cannot take an image of this size."""

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: an image keeps its shape, rounded to whole patches within bounds of pixels."""
+"""Qwen2-VL to Qwen3-VL and Qwen3.5: an image keeps its shape, rounded to whole patches within bounds of pixels."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ class QwenVLRule:
     family = "qwen_vl"
     written = f"<|vision_start|>{IMAGE}<|vision_end|>"
     around = ("", "")
+    low_if_several = False
 
     def __init__(self, config: dict[str, Any], preprocessor: dict[str, Any], encode: Encode) -> None:
         self.marker = int(config.get("image_token_id") or only(encode(IMAGE), IMAGE))

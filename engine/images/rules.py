@@ -9,6 +9,7 @@ from typing import Any
 
 from weft.engine.images.gemma3 import Gemma3Rule
 from weft.engine.images.idefics3 import Idefics3Rule
+from weft.engine.images.llava import llava_rule
 from weft.engine.images.pixtral import PixtralRule
 from weft.engine.images.plan import Encode, ImageRule
 from weft.engine.images.qwen_vl import QwenVLRule
@@ -16,9 +17,14 @@ from weft.engine.images.qwen_vl import QwenVLRule
 _RULES: dict[str, Callable[[dict[str, Any], dict[str, Any], Encode], ImageRule]] = {
     "gemma3": Gemma3Rule,
     "idefics3": Idefics3Rule,
+    "llava": llava_rule,
+    "llava_next": llava_rule,
+    "llava_onevision": llava_rule,
     "mistral3": PixtralRule,
     "qwen2_5_vl": QwenVLRule,
     "qwen2_vl": QwenVLRule,
+    "qwen3_5": QwenVLRule,
+    "qwen3_5_moe": QwenVLRule,
     "qwen3_vl": QwenVLRule,
     "qwen3_vl_moe": QwenVLRule,
     "smolvlm": Idefics3Rule,

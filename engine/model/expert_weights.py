@@ -13,13 +13,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from weft.engine.errors import ModelError
 from weft.engine.model import matrices
 from weft.engine.model.checkpoint import WHOLE, Part, Tensors
 from weft.engine.model.families.family import TensorNames
-from weft.engine.model.matrices import QuantizedMatrix, Unpacked
+from weft.engine.model.matrices import QuantizedMatrix, Unpacked, find_scale
 from weft.engine.model.parts import Experts
 from weft.engine.model.spec import ModelSpec
 from weft.kernels.matmul import weight_layout as pack
+
+ReadStacked = Callable[[str, int, int, int, Part], Unpacked]
+"""Reads a part of a stacked tensor: `(name, count, out, inner, part)`."""
 
 
 class ExpertMatrices(NamedTuple):
@@ -85,18 +89,21 @@ class ExpertWeights:
             gate_up = self._transposed(gate_up_name, n, 2 * inter, h, rows)
             down = self._columns_of(self._transposed, down_name, n, h, inter)
         else:
-            gate, up = self._halves(gate_up_name, n, inter, h)
+            read = self._transposed if self._turned(gate_up_name, (n, 2 * inter * rows.of, h)) else self._stacked
+            gate, up = self._halves(read, gate_up_name, n, inter, h)
             gate_up = self._map_rows(pack.interleave_gate_up, gate, up)
-            down = self._columns_of(self._stacked, down_name, n, h, inter)
+            down = self._columns_of(read, down_name, n, h, inter)
         gate_up_bias = down_bias = None
         if e.bias:
             gate_up_bias = get(f"{gate_up_name}_bias", (n, 2 * inter), rows)
             down_bias = get(f"{down_name}_bias", (n, h))
         return ExpertMatrices(gate_up, gate_up_bias, down, down_bias)
 
-    def _columns_of(
-        self, read: Callable[[str, int, int, int, Part], Unpacked], name: str, count: int, out: int, inner: int
-    ) -> Unpacked:
+    def _turned(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Return whether a stacked tensor is `[experts, in, out]`. shape: its shape if not."""
+        return self._names.experts_turned and not (self._tensors.has(name) and self._tensors.shape_of(name) == shape)
+
+    def _columns_of(self, read: ReadStacked, name: str, count: int, out: int, inner: int) -> Unpacked:
         """Return a rank's columns `[count, out, inner]`; if quantized at load, with the scales of full rows."""
         own, asked = self._columns._replace(dim=2), self._spec.quantization
         if asked is None or not asked.at_load or own.of == 1:
@@ -116,14 +123,14 @@ class ExpertWeights:
         found = matrices.read_stacked(self._tensors, name, (count, out, inner), part, static=static)
         return matrices.dequantize(found, self._tensors.dtype) if self._spec.widened else found
 
-    def _halves(self, name: str, count: int, inter: int, h: int) -> list[Unpacked]:
+    def _halves(self, read: ReadStacked, name: str, count: int, inter: int, h: int) -> list[Unpacked]:
         """Read gate and up `[count, inter, h]` from a tensor with the gate rows of each expert before its up rows."""
         rows = self._rows._replace(dim=1)
         whole = inter * rows.of
         firsts = (rows.part * inter, whole + rows.part * inter)
         if self._piecewise:
-            return [self._stacked(name, count, inter, h, Part.span(first, 2 * whole, 1)) for first in firsts]
-        together = self._stacked(name, count, 2 * whole, h)
+            return [read(name, count, inter, h, Part.span(first, 2 * whole, 1)) for first in firsts]
+        together = read(name, count, 2 * whole, h, WHOLE)
         return [self._map_rows(partial(_rows_of, slice(first, first + inter)), together) for first in firsts]
 
     def _transposed(self, name: str, count: int, out: int, inner: int, part: Part) -> Unpacked:
@@ -132,6 +139,8 @@ class ExpertWeights:
         part: along `out` (1) or `inner` (2). MXFP4 blocks hold 32 numbers of `inner` and are not split. If matrices
         become FP8, MXFP4 numbers stay exact because their scales are powers of two."""
         if not self._tensors.has(f"{name}_blocks"):
+            if find_scale(self._tensors, name) is not None:
+                raise ModelError(f"{name} has a scale: stacked experts of this family are not read in FP8")
             turned = part._replace(dim=3 - part.dim)
             return self._tensors.get(name, (count, inner, out), turned).transpose(1, 2).contiguous()
         cut = WHOLE

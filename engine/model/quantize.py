@@ -135,7 +135,7 @@ def _modules(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[dict[str, int], d
             return torch.empty(shape, dtype=kind, device="meta")
         inside = checkpoint.inside(name)
         prefix = inside.removesuffix(name[place.end() :])
-        stacked = {} if spec.experts is None else stacked_experts(names, prefix, spec.experts.count)
+        stacked = {} if spec.experts is None else stacked_experts(names, prefix, spec.experts.count, spec.hidden_size)
         if (of_all := stacked.get(inside)) is not None:
             joined[inside] = of_all
             found.update(dict.fromkeys(of_all.modules(), int(place[1])))

@@ -76,7 +76,8 @@ class RealisticDummy:
         made = torch.empty(shape, device=self._device).normal_(0.0, DEVIATION, generator=own)
         # Both of the last two dimensions get scales, whichever is the output.
         rows, columns = _log_normal(shape[-2], SPREAD, scales), _log_normal(shape[-1], SPREAD, scales)
-        transposed = self._names.transposed or (self._names.experts_alternate and len(shape) == 3)
+        stacked = self._names.experts_alternate or self._names.experts_turned
+        transposed = self._names.transposed or (stacked and len(shape) == 3)
         out = columns if transposed else rows
         module = name.removesuffix(".weight")
         if module == self._names.embedding:

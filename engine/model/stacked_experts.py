@@ -22,6 +22,7 @@ class StackedExperts(NamedTuple):
     """Names of each expert's modules in the layer, with `{}` for the expert: gate and up, or only down."""
     experts: int
     alternate: bool  # Matrices are `[in, out]`, and rows of gate and up alternate.
+    turned: int  # Matrices are `[in, out]` unless this is their width, that of the stream; 0: they are not.
 
     def modules(self) -> list[str]:
         """Return module names in the order of `split`."""
@@ -30,7 +31,8 @@ class StackedExperts(NamedTuple):
     def split(self, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors: matrices `[out, in]`, biases `[out]`."""
         for i, each in enumerate(tensor):
-            rows = each.t() if self.alternate and each.ndim == 2 else each
+            turned = self.alternate or (self.turned and each.shape[-1 if len(self.pair) > 1 else 0] != self.turned)
+            rows = each.t() if turned and each.ndim == 2 else each
             halves = [rows]
             if len(self.pair) > 1:
                 halves = [rows[0::2], rows[1::2]] if self.alternate else list(rows.chunk(2))
@@ -38,7 +40,7 @@ class StackedExperts(NamedTuple):
                 yield f"{self.prefix}{name.format(i)}{self.tail}", half
 
 
-def stacked_experts(names: TensorNames, prefix: str, count: int) -> dict[str, StackedExperts]:
+def stacked_experts(names: TensorNames, prefix: str, count: int, hidden: int) -> dict[str, StackedExperts]:
     """Return the stacked tensors of the layer with this prefix, by name."""
     if not names.experts_gate_up:
         return {}
@@ -46,5 +48,7 @@ def stacked_experts(names: TensorNames, prefix: str, count: int) -> dict[str, St
     pairs = ((names.experts_gate_up, (names.expert_gate, names.expert_up)), (names.experts_down, (names.expert_down,)))
     for name, pair in pairs:
         for end, tail in (("", ".weight"), ("_bias", ".bias")):
-            found[f"{prefix}{name}{end}"] = StackedExperts(prefix, tail, pair, count, names.experts_alternate)
+            found[f"{prefix}{name}{end}"] = StackedExperts(
+                prefix, tail, pair, count, names.experts_alternate, hidden if names.experts_turned else 0
+            )
     return found

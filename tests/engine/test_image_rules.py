@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
@@ -146,6 +147,68 @@ def test_gemma3_writes_one_square_as_its_processor() -> None:
         expected = [*encode(text)("a"), *before, *ids_of(plan), *after, *encode(text)("b")]
         assert made["input_ids"][0] == expected
         assert np.array(made["pixel_values"]).shape[-2:] == plan.shapes[0] == (28, 28)
+
+
+CLIP = {"image_size": 28, "patch_size": 7}
+PINPOINTS = [[28 * a, 28 * b] for a in range(1, 5) for b in range(1, 5)]
+
+
+@pytest.fixture
+def llava(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The processors' files import others that need torchvision."""
+    for name in ("llava", "llava_next", "llava_onevision"):
+        pil = importlib.import_module(f"transformers.models.{name}.image_processing_pil_{name}")
+        monkeypatch.setitem(sys.modules, f"transformers.models.{name}.image_processing_{name}", pil)
+        module = importlib.import_module(f"transformers.models.{name}.processing_{name}")
+    monkeypatch.setattr(module.ProcessorMixin, "check_argument_for_proper_class", lambda *_: None)
+    return sys.modules
+
+
+LLAVAS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "llava": (
+        {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}},
+        {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        {},
+    ),
+    "llava_next": (
+        {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}, "image_grid_pinpoints": PINPOINTS},
+        {"patch_size": 7, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        {"image_grid_pinpoints": PINPOINTS},
+    ),
+    "llava_onevision": (
+        {"size": {"height": 28, "width": 28}, "image_grid_pinpoints": PINPOINTS},
+        {"num_image_tokens": 16, "vision_feature_select_strategy": "full", "vision_aspect_ratio": "anyres_max_4"},
+        {"image_grid_pinpoints": PINPOINTS, "vision_aspect_ratio": "anyres_max_4"},
+    ),
+}
+"""settings of the image processor, of the processor, and of the model"""
+
+
+@pytest.mark.parametrize("family", LLAVAS)
+def test_llava_cuts_and_writes_images_as_its_processor(family: str, llava: Any) -> None:
+    settings, further, about = LLAVAS[family]
+    text = tokenizer("<image>", "<video>")
+    name = {"llava": "Llava", "llava_next": "LlavaNext", "llava_onevision": "LlavaOnevision"}[family]
+    images = getattr(llava[f"transformers.models.{family}.image_processing_pil_{family}"], f"{name}ImageProcessorPil")
+    processor = getattr(llava[f"transformers.models.{family}.processing_{family}"], f"{name}Processor")
+    config = {"model_type": family, "vision_config": CLIP, **about}
+    made_by = processor(images(**settings), text, **further)
+    rule = rule_of(config, settings, encode(text))
+    assert rule is not None
+    for width, height in SIZES:
+        if family != "llava" and max(width, height) > 3 * min(width, height):
+            continue  # with tiles of 4 x 4 embeddings the processor leaves none of some
+        for several in (False, True)[: 2 if rule.low_if_several else 1]:
+            plan = rule.plan(width, height, "low" if several else "auto")
+            pictures = [[noise(width, height)] * 2] if several else noise(width, height)
+            made = made_by(
+                images=pictures, text="<image>" * (1 + several), input_data_format="channels_last",
+                return_tensors="np",
+            )  # fmt: skip
+            assert ids_of(plan) * (1 + several) == made["input_ids"][0].tolist(), (width, height)
+            shape = made["pixel_values"].shape
+            assert (shape[-4] if family != "llava" else 1) == len(plan.tiles), (width, height, several)
+            assert shape[-2:] == plan.shapes[0]
 
 
 def test_models_without_a_rule_or_with_odd_files() -> None:

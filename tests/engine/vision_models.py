@@ -161,6 +161,39 @@ def _qwen3_vl() -> Any:
     )  # fmt: skip
 
 
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+
+
+def _qwen3_vl_moe() -> Any:
+    text = {**TEXT, **_EXPERTS, "head_dim": 16, "rope_parameters": _mrope(mrope_interleaved=True)}
+    vision = _qwen3_vl().vision_config.to_dict()
+    return transformers.Qwen3VLMoeConfig(
+        **_IDS, tie_word_embeddings=False, text_config=text,
+        vision_config={k: v for k, v in vision.items() if k != "model_type"},
+    )  # fmt: skip
+
+
+def _hybrid(name: str, **more: Any) -> Any:
+    """Return a Qwen3.5: recurrent layers, and a quarter of each head's dimensions turns with positions."""
+    text = {
+        **TEXT, **more, "head_dim": 64, "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "rope_parameters": {**_mrope(mrope_interleaved=True), "partial_rotary_factor": 0.25},
+    }  # fmt: skip
+    return getattr(transformers, name)(
+        **_IDS, tie_word_embeddings=False, text_config=text,
+        vision_config={**_VISION, "intermediate_size": 64, "out_hidden_size": 64, "num_position_embeddings": 64},
+    )  # fmt: skip
+
+
+def _qwen35() -> Any:
+    return _hybrid("Qwen3_5Config")
+
+
+def _qwen35_moe() -> Any:
+    return _hybrid("Qwen3_5MoeConfig", **_EXPERTS, shared_expert_intermediate_size=48)
+
+
 def _grid_picture(rng: np.random.Generator, size: int) -> Picture:
     """Pictures of 4 x 6, 6 x 4 and 4 x 10 patches of 4 x 4 pixels, whose tokens are 2 x 2 patches."""
     height, width = ((4, 6), (6, 4), (4, 10))[size]
@@ -210,8 +243,12 @@ def _squares(prompt: Prompt) -> dict[str, Any]:
     if not prompt.pictures:
         return {}
     tiles = np.stack([normalised(picture.tiles[0]) for picture in prompt.pictures])
+    return {"pixel_values": torch.from_numpy(tiles)}
+
+
+def _typed_squares(prompt: Prompt) -> dict[str, Any]:
     types = torch.from_numpy((prompt.ids == PLACEHOLDER).astype(np.int64))[None]
-    return {"pixel_values": torch.from_numpy(tiles), "token_type_ids": types}
+    return {**_squares(prompt), "token_type_ids": types} if prompt.pictures else {}
 
 
 def _mistral3() -> Any:
@@ -243,6 +280,83 @@ def _sized(prompt: Prompt) -> dict[str, Any]:
     return {"pixel_values": torch.from_numpy(pixels), "image_sizes": torch.from_numpy(sizes)}
 
 
+def _clip(patch: int = 8) -> dict[str, Any]:
+    return {
+        "model_type": "clip_vision_model", "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "image_size": 32, "patch_size": patch,
+    }  # fmt: skip
+
+
+def _llava() -> Any:
+    return transformers.LlavaConfig(
+        image_token_index=PLACEHOLDER, vision_config=_clip(), text_config={"model_type": "llama", **TEXT}
+    )
+
+
+def _llava_mistral() -> Any:
+    """Return a LLaVA with several hidden states of the tower, the first one included."""
+    return transformers.LlavaConfig(
+        image_token_index=PLACEHOLDER, vision_config=_clip(), vision_feature_layer=[0, -1],
+        text_config={"model_type": "mistral", **TEXT, "sliding_window": None},
+    )  # fmt: skip
+
+
+def _llava_pixtral() -> Any:
+    return transformers.LlavaConfig(
+        image_token_index=PLACEHOLDER, vision_feature_layer=-1, vision_feature_select_strategy="full",
+        vision_config={**_mistral3().vision_config.to_dict(), "patch_size": 8},
+        text_config={"model_type": "mistral", **TEXT, "head_dim": 16, "sliding_window": None},
+    )  # fmt: skip
+
+
+PINPOINTS = [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96]]
+
+
+def _llava_next() -> Any:
+    return transformers.LlavaNextConfig(
+        image_token_index=PLACEHOLDER, vision_config=_clip(16), image_grid_pinpoints=PINPOINTS,
+        text_config={"model_type": "mistral", **TEXT, "sliding_window": None},
+    )  # fmt: skip
+
+
+def _llava_onevision() -> Any:
+    """Return a LLaVA-OneVision that reduces images to two tiles' embeddings."""
+    return transformers.LlavaOnevisionConfig(
+        image_token_index=PLACEHOLDER, video_token_index=301, image_grid_pinpoints=PINPOINTS,
+        vision_aspect_ratio="anyres_max_2",
+        vision_config={**_clip(16), "model_type": "siglip_vision_model", "vision_use_head": False},
+        text_config={"model_type": "qwen2", **TEXT},
+    )  # fmt: skip
+
+
+def _clip_picture(rng: np.random.Generator, size: int) -> Picture:  # noqa: ARG001 (pictures are alike)
+    return Picture((_tile(rng, 32, 32),), (), (PLACEHOLDER,) * 16)
+
+
+def _tiled_picture(counts: tuple[int, int, int]) -> Callable[[np.random.Generator, int], Picture]:
+    """Pictures of 60 x 20, 41 x 64 and 64 x 64 pixels in tiles, with these embeddings. A tile alone has four."""
+
+    def picture(rng: np.random.Generator, size: int) -> Picture:
+        tiles = tuple(_tile(rng, 32, 32) for _ in range((3, 5, 5)[size]))
+        return Picture(tiles, ((60, 20), (41, 64), (64, 64))[size], (PLACEHOLDER,) * (4 + counts[size]))
+
+    return picture
+
+
+def _in_tiles(prompt: Prompt) -> dict[str, Any]:
+    if not prompt.pictures:
+        return {}
+    count = max(len(picture.tiles) for picture in prompt.pictures)
+    pixels = np.zeros((len(prompt.pictures), count, 3, 32, 32), np.float32)
+    for own, picture in zip(pixels, prompt.pictures, strict=True):
+        own[: len(picture.tiles)] = [normalised(tile) for tile in picture.tiles]
+    given = {"pixel_values": torch.from_numpy(pixels)}
+    given["image_sizes"] = torch.tensor([picture.grid or (32, 32) for picture in prompt.pictures])
+    if count == 1:
+        given["batch_num_images"] = torch.tensor([len(prompt.pictures)])
+    return given
+
+
 KINDS = {
     kind.name: kind
     for kind in (
@@ -251,8 +365,16 @@ KINDS = {
         Kind("qwen2-vl", _qwen2_vl, _grid_picture, _grids),
         Kind("qwen2.5-vl", _qwen25_vl, _grid_picture, _grids),
         Kind("qwen3-vl", _qwen3_vl, _grid_picture, _grids),
-        Kind("gemma3", _gemma3, _square_picture, _squares),
+        Kind("qwen3-vl-moe", _qwen3_vl_moe, _grid_picture, _grids),
+        Kind("qwen3.5", _qwen35, _grid_picture, _grids),
+        Kind("qwen3.5-moe", _qwen35_moe, _grid_picture, _grids),
+        Kind("gemma3", _gemma3, _square_picture, _typed_squares),
         Kind("mistral3", _mistral3, _broken_picture, _sized),
+        Kind("llava", _llava, _clip_picture, _squares),
+        Kind("llava-mistral", _llava_mistral, _clip_picture, _squares),
+        Kind("llava-pixtral", _llava_pixtral, _broken_picture, _sized),
+        Kind("llava-next", _llava_next, _tiled_picture((12, 10, 20)), _in_tiles),
+        Kind("llava-onevision", _llava_onevision, _tiled_picture((12, 10, 6)), _in_tiles),
     )
 }
 

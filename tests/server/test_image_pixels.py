@@ -8,8 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -19,6 +23,10 @@ from weft.server.api.media.prepare import ORIENTATION, Unreadable, cut, open_ima
 SIZES = [(1, 1), (3, 1), (1, 3), (31, 33), (64, 64), (200, 90), (90, 201), (150, 151)]
 RAW = {"do_rescale": False, "do_normalize": False}
 IDEFICS = {"size": {"longest_edge": 128}, "max_image_size": {"longest_edge": 32}}
+LLAVA = {"image_token_index": 1, "vision_config": {"image_size": 28, "patch_size": 2}}
+CLIP = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
+SQUARE = {"size": {"height": 28, "width": 28}}
+PINPOINTS = [[28 * a, 28 * b] for a in range(1, 4) for b in range(1, 4)]
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
     "idefics3": (
         {"model_type": "idefics3", "image_token_id": 1, "vision_config": {"image_size": 32, "patch_size": 8}},
@@ -51,7 +59,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
         {"size": {"longest_edge": 112}, "patch_size": 14},
         PixtralImageProcessorPil,
     ),
-}
+    "llava": ({"model_type": "llava", **LLAVA}, CLIP, CLIPImageProcessorPil),
+    "llava-square": ({"model_type": "llava", **LLAVA}, {**CLIP, "do_pad": True}, LlavaImageProcessorPil),
+    "llava-next": (
+        {"model_type": "llava_next", "image_grid_pinpoints": PINPOINTS, **LLAVA},
+        {**CLIP, "image_grid_pinpoints": PINPOINTS}, LlavaNextImageProcessorPil,
+    ),
+    "llava-onevision": (
+        {"model_type": "llava_onevision", "image_grid_pinpoints": PINPOINTS, **LLAVA},
+        {**SQUARE, "image_grid_pinpoints": PINPOINTS}, LlavaOnevisionImageProcessorPil,
+    ),
+}  # fmt: skip
 
 
 def noise(width: int, height: int) -> Any:
@@ -74,7 +92,7 @@ def test_tiles_equal_those_of_the_processor(family: str) -> None:
         plan = rule.plan(width, height)
         image = open_image(written(Image.fromarray(noise(width, height))))
         assert size_of(image) == (width, height)
-        tiles = cut(to_rgb(image), plan.canvas, plan.tiles, rule.resample)
+        tiles = cut(to_rgb(image), plan.canvas, plan.tiles, rule.resample, plan.background)
         made = process(noise(width, height), input_data_format="channels_last", return_tensors="np")["pixel_values"]
         if family == "qwen":
             (height, width), (_, rows, columns) = plan.shapes[0], plan.grid
@@ -84,6 +102,32 @@ def test_tiles_equal_those_of_the_processor(family: str) -> None:
         assert len(tiles) == len(made)
         for tile, expected, shape in zip(tiles, made, plan.shapes, strict=True):
             assert (np.frombuffer(tile, np.uint8).reshape(*shape, 3) == expected).all(), (width, height)
+
+
+def test_one_of_several_images_of_a_onevision_is_padded_as_by_its_processor() -> None:
+    config, settings, processor = CASES["llava-onevision"]
+    rule = rule_of(config, settings, lambda _: [7])
+    assert rule is not None
+    assert rule.low_if_several
+    for width, height in SIZES:
+        plan = rule.plan(width, height, "low")
+        image = Image.fromarray(noise(width, height))
+        made = processor(**settings, **RAW)(
+            [[noise(width, height)] * 2], input_data_format="channels_last", return_tensors="np"
+        )["pixel_values"]
+        (tile,) = cut(image, plan.canvas, plan.tiles, rule.resample, plan.background)
+        assert (np.frombuffer(tile, np.uint8).reshape(28, 28, 3) == made[0, 0].transpose(1, 2, 0)).all()
+
+
+def test_a_very_large_image_is_reduced_before_it_is_padded() -> None:
+    config, settings, _ = CASES["llava-square"]
+    rule = rule_of(config, settings, lambda _: [7])
+    assert rule is not None
+    plan = rule.plan(16384, 82)
+    (tile,) = cut(Image.new("RGB", (16384, 82), "red"), plan.canvas, plan.tiles, rule.resample, (0, 0, 255))
+    pixels = np.frombuffer(tile, np.uint8).reshape(28, 28, 3)
+    assert (pixels[0] == (0, 0, 255)).all()
+    assert (pixels[14, :, 0] > 10).all()
 
 
 def rgb(data: bytes) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.engine.errors import ModelError
+from weft.engine.errors import ModelError, UnknownArchitecture
 from weft.engine.model.parts import Layer, Norm
 from weft.engine.model.quantization import read_integers, read_quantization
 from weft.engine.model.rope import read_rope
@@ -71,6 +71,8 @@ class TensorNames:
     experts_down: str = ""
     experts_alternate: bool = False
     """Stacked tensors are `[experts, in, out]` with alternating gate and up, or MXFP4 blocks."""
+    experts_turned: bool = False
+    """Stacked tensors are `[experts, in, out]` unless their shape is that of `[experts, out, in]`."""
     shared_gate: str = "mlp.shared_expert.gate_proj"
     shared_up: str = "mlp.shared_expert.up_proj"
     shared_gate_up: str = ""
@@ -118,13 +120,18 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # Values of missing keys.
     keys: Mapping[str, str] = field(default_factory=dict)  # Llama's config key -> this family's key.
     quantizations: tuple[str, ...] = ()  # `quant_method`s whose matrices are unpacked while loading.
+    languages: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """If not empty: the `model_type`s that a `text_config` may have, and the values of its missing keys."""
 
     def spec(self, config: Config) -> ModelSpec:
         """Read a config, except its end tokens. Raises `ModelError` for an unsupported option;
         `KeyError`, `TypeError` or `ValueError` for a malformed config."""
         architecture = config["architectures"][0]
-        # `text_config`: of a multimodal model
-        config = {**self.defaults, **config, **(config.get("text_config") or {})}
+        text = config.get("text_config") or {}  # of a multimodal model
+        kind = str(text.get("model_type"))
+        if self.languages and kind not in self.languages:
+            raise UnknownArchitecture(f"{architecture} with a language model of type {kind} is not supported")
+        config = {**self.defaults, **self.languages.get(kind, {}), **config, **text}
         config |= {here: config[there] for here, there in self.keys.items() if config.get(there) is not None}
         quantization = config.get("quantization_config")
         if quantization and not isinstance(quantization, dict):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from weft.engine.errors import UnknownArchitecture
 from weft.engine.model.families.family import Config, Family, TensorNames, windowed
 from weft.engine.model.parts import Experts
 
@@ -21,24 +20,17 @@ def _mixtral(config: Config) -> dict[str, Any]:
     }
 
 
-def _mistral3(config: Config) -> dict[str, Any]:
-    kind = config.get("model_type")  # that of the language model
-    if kind != "mistral":
-        raise UnknownArchitecture(f"a Mistral 3 with a language model of type {kind} is not supported")
-    return {"layers": windowed(config)}
-
-
 _VISION = ("vision_tower", "multi_modal_projector")
 
 MISTRAL = Family(("MistralForCausalLM", "MinistralForCausalLM"), lambda config: {"layers": windowed(config)})
 MISTRAL3 = Family(
     ("Mistral3ForConditionalGeneration",),
-    _mistral3,
+    MISTRAL.parts,
     TensorNames(
         other_prefixes=("model.language_model.", "language_model.model."),
         unused=tuple(f"{prefix}{part}." for prefix in ("", "model.") for part in _VISION),
     ),
-    defaults={"rms_norm_eps": 1e-6},
+    languages={"mistral": {"rms_norm_eps": 1e-6}},
 )
 """A vision-language model (`model/vision/mistral3.py`) whose language model is a Mistral."""
 MIXTRAL = Family(

@@ -48,6 +48,10 @@ def _qwen3_moe(config: Config) -> dict[str, Any]:
     return {**_qwen3(config), "head_dim": head_dim, **_experts(config)}
 
 
+def _qwen3_vl_moe(config: Config) -> dict[str, Any]:
+    return _qwen3_moe({"mlp_only_layers": [], **config, "norm_topk_prob": True})
+
+
 def _qwen_vl(config: Config) -> dict[str, Any]:
     return {"qkv_bias": True, "o_bias": False, "layers": _layers(config)}
 
@@ -65,6 +69,16 @@ QWEN2_VL = Family(
 )  # fmt: skip
 """Vision-language models (`model/vision/qwen_vl.py`)."""
 QWEN3_VL = Family(("Qwen3VLForConditionalGeneration",), _qwen3, _VISUAL)
+QWEN3_VL_MOE = Family(
+    ("Qwen3VLMoeForConditionalGeneration",),
+    _qwen3_vl_moe,
+    replace(
+        _VISUAL, experts_gate_up="mlp.experts.gate_up_proj", experts_down="mlp.experts.down_proj",
+        experts_turned=True,
+    ),
+    {"norm_topk_prob": True},
+    _KEYS,
+)  # fmt: skip
 QWEN3 = Family(("Qwen3ForCausalLM",), _qwen3)
 QWEN2_MOE = Family(("Qwen2MoeForCausalLM",), _qwen2_moe, keys=_KEYS)
 QWEN3_MOE = Family(("Qwen3MoeForCausalLM",), _qwen3_moe, keys=_KEYS)

@@ -1,6 +1,6 @@
 """Qwen3-Next and Qwen3.5: three layers of gated delta rule, then one of attention with an output gate.
 
-A Qwen3.5 checkpoint may have a vision part, which is not read. Layers that predict further tokens are ignored.
+The vision part of Qwen3.5 is in `model/vision/qwen_vl.py`. Layers that predict further tokens are ignored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ def _hybrid(config: Config) -> dict[str, Any]:
         "output_gate": True,
         "layers": tuple(attends if of == "full_attention" else recurs for of in types[:number]),
         "recurrence": own,
-        # All three sections of a position are the same in text.
         "ropes": (read_rope({"partial_rotary_factor": 0.25, **config}, int(config["max_position_embeddings"])),),
     }
 

@@ -7,22 +7,30 @@ Never: decodes or resizes a picture, or knows a prompt.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from weft.engine.model.vision.family import Vision
 from weft.engine.model.vision.gemma3 import Gemma3
 from weft.engine.model.vision.idefics3 import Idefics3
+from weft.engine.model.vision.llava import llava_of
 from weft.engine.model.vision.mistral3 import Mistral3
 from weft.engine.model.vision.qwen_vl import QwenVl
 
-FAMILIES: dict[str, type[Vision]] = {
-    "Idefics3ForConditionalGeneration": Idefics3,
-    "SmolVLMForConditionalGeneration": Idefics3,
-    "Qwen2VLForConditionalGeneration": QwenVl,
-    "Qwen2_5_VLForConditionalGeneration": QwenVl,
-    "Qwen3VLForConditionalGeneration": QwenVl,
-    "Gemma3ForConditionalGeneration": Gemma3,
-    "Mistral3ForConditionalGeneration": Mistral3,
+FAMILIES: dict[str, Callable[[dict[str, Any]], Vision]] = {
+    "Idefics3ForConditionalGeneration": Idefics3.of,
+    "SmolVLMForConditionalGeneration": Idefics3.of,
+    "Qwen2VLForConditionalGeneration": QwenVl.of,
+    "Qwen2_5_VLForConditionalGeneration": QwenVl.of,
+    "Qwen3VLForConditionalGeneration": QwenVl.of,
+    "Qwen3VLMoeForConditionalGeneration": QwenVl.of,
+    "Qwen3_5ForConditionalGeneration": QwenVl.of,
+    "Qwen3_5MoeForConditionalGeneration": QwenVl.of,
+    "Gemma3ForConditionalGeneration": Gemma3.of,
+    "Mistral3ForConditionalGeneration": Mistral3.of,
+    "LlavaForConditionalGeneration": llava_of,
+    "LlavaNextForConditionalGeneration": llava_of,
+    "LlavaOnevisionForConditionalGeneration": llava_of,
 }
 """Families by the architecture of a `config.json`."""
 
@@ -31,4 +39,4 @@ def vision_of(config: dict[str, Any]) -> Vision | None:
     """Return the vision part of a model with this `config.json`, or None if it has none that weft serves. Raises
     `ModelError`."""
     family = FAMILIES.get((config.get("architectures") or [""])[0])
-    return family.of(config) if family is not None and config.get("vision_config") else None
+    return family(config) if family is not None and config.get("vision_config") else None

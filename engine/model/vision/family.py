@@ -25,6 +25,8 @@ class Vision(ABC):
     """Layers of the language model, from the first, whose outputs get further embeddings of an image added."""
     rope_grid: int = 0
     """Patches per side of a token, if rotary positions inside an image are those of a grid; 0: those of its tokens."""
+    cpu_only: bool = False
+    """No GPU has computed it and been right."""
     bidirectional: bool = False
     """Tokens of an image see all of it."""
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)

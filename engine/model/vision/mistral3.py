@@ -23,10 +23,7 @@ class Mistral3(Vision):
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Self:
-        vision, layers = config["vision_config"], config.get("vision_feature_layer", -1)
-        layers = tuple(layers) if isinstance(layers, list) else (layers,)
-        if not all(isinstance(layer, int) for layer in layers):
-            raise ModelError(f"config.json: vision_feature_layer is {layers}, must be integers")
+        vision, layers = config["vision_config"], feature_layers(config, -1)
         patch = whole(vision.get("patch_size", 16), "vision_config.patch_size")
         joined = whole(config.get("spatial_merge_size", 2), "spatial_merge_size")
         largest = whole(vision.get("image_size", 1024), "vision_config.image_size")
@@ -57,5 +54,17 @@ class Mistral3(Vision):
         sizes = [(tile.shape[1], tile.shape[2])]
         made = parts["tower"](tile[None], image_sizes=sizes, output_hidden_states=True, return_dict=True)
         selected = torch.cat([made.hidden_states[layer] for layer in self.layers], -1)
-        projected: Tensor = parts["projector"](selected[0], sizes)
-        return projected[:, None]
+        return self.project(parts["projector"], selected[0], sizes)[:, None]
+
+    def project(self, projector: Any, selected: Tensor, sizes: Any) -> Tensor:
+        projected: Tensor = projector(selected, sizes)
+        return projected
+
+
+def feature_layers(config: dict[str, Any], default: int) -> tuple[int, ...]:
+    """Return the hidden states of a tower that its projector reads. Raises `ModelError`."""
+    layers = config.get("vision_feature_layer", default)
+    layers = tuple(layers) if isinstance(layers, list) else (layers,)
+    if not all(isinstance(layer, int) for layer in layers):
+        raise ModelError(f"config.json: vision_feature_layer is {layers}, must be integers")
+    return layers

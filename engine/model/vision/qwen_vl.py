@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images of any size, positions on a grid (M-RoPE), and from 3 on deepstack."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: images of any size, positions on a grid (M-RoPE); in 3 deepstack."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ class QwenVl(Vision):
     @classmethod
     def of(cls, config: dict[str, Any]) -> Self:
         vision = config["vision_config"]
-        third = str(config.get("model_type", "")).startswith("qwen3_vl")
-        indexes = vision.get("deepstack_visual_indexes", (8, 16, 24)) if third else ()
+        name = str(config.get("model_type", ""))
+        third, deep = name.startswith("qwen3"), name.startswith("qwen3_vl")
+        indexes = vision.get("deepstack_visual_indexes", (8, 16, 24)) if deep else ()
         return cls(
             patch=whole(vision.get("patch_size", 16 if third else 14), "vision_config.patch_size"),
             frames=whole(vision.get("temporal_patch_size", 2), "vision_config.temporal_patch_size"),
             rope_grid=whole(vision.get("spatial_merge_size", 2), "vision_config.spatial_merge_size"),
             deepstack=len(indexes),
+            cpu_only=name not in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
             mean=HALVES if third else CLIP_MEAN,
             std=HALVES if third else CLIP_STD,
         )

@@ -41,7 +41,7 @@ class ImageRows:
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._queue: deque[tuple[EncodeJob, Encoding]] = deque()
         self._thread: threading.Thread | None = None
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._lock, self._pool, self._ended = threading.Lock(), threading.Lock(), threading.Event()
 
     @property
     def num_bytes(self) -> int:
@@ -50,12 +50,13 @@ class ImageRows:
 
     @property
     def rows(self) -> Tensor:
-        if self._rows is None and self.device.type == "cuda":
-            self._rows = torch.zeros(self._shape, dtype=self._dtype, device=self.device)
-        elif self._rows is None:
-            # The system maps zeroed pages on first touch, so rows that no image used take no memory.
-            self._rows = torch.from_numpy(np.zeros(self.num_bytes, np.uint8)).view(self._dtype).view(self._shape)
-        return self._rows
+        with self._pool:  # an iteration and the encoder may both be the first to need it
+            if self._rows is None and self.device.type == "cuda":
+                self._rows = torch.zeros(self._shape, dtype=self._dtype, device=self.device)
+            elif self._rows is None:
+                # The system maps zeroed pages on first touch, so rows that no image used take no memory.
+                self._rows = torch.from_numpy(np.zeros(self.num_bytes, np.uint8)).view(self._dtype).view(self._shape)
+            return self._rows
 
     def free(self) -> None:
         """Free the pool until it is next needed: the model sleeps. Graphs on a GPU keep its address."""

@@ -43,6 +43,7 @@ def _lacks(vision: Vision, spec: ModelSpec, config: EngineConfig, resolved: Reso
     cuda = resolved.device.type == "cuda"
     lacking = {
         "that see all of themselves run on a CPU only so far": cuda and vision.bidirectional,
+        "of this family run on a CPU only so far": cuda and vision.cpu_only,
         "run on a GPU with 16-bit weights only so far": cuda and spec.quantization is not None,
         "with further embeddings (deepstack) after the last layer do not run on a GPU": (
             cuda and vision.deepstack >= spec.num_layers

@@ -45,8 +45,9 @@ class Cut(msgspec.Struct):
     """Answer with tiles, see `prepare.cut`."""
 
     canvas: list[tuple[int, int]]
-    tiles: list[tuple[int, int, tuple[int, int, int, int] | None]]
+    tiles: list[tuple[int, int, tuple[int, int, int, int] | None, bool]]
     resample: int
+    background: tuple[int, int, int]
 
 
 class Tiles(msgspec.Struct):
@@ -113,7 +114,7 @@ def _serve(stream: socket.socket) -> None:
     _send(stream, Size(width, height, image.format or ""))
     plan = msgspec.msgpack.decode(_receive(stream), type=Cut)
     try:
-        tiles = cut(to_rgb(image), plan.canvas, plan.tiles, plan.resample)
+        tiles = cut(to_rgb(image), plan.canvas, plan.tiles, plan.resample, plan.background)
     except Unreadable as error:
         _send(stream, Tiles(error=str(error)))
     except MemoryError:

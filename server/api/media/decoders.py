@@ -48,7 +48,7 @@ class OpenImage:
 
     async def tiles(self, plan: ImagePlan, resample: int) -> bytes:
         """The pixels of all tiles, in order. Raises `DecodeFailed`."""
-        await _send(self._writer, Cut(list(plan.canvas), [(t.height, t.width, t.box) for t in plan.tiles], resample))
+        await _send(self._writer, Cut(list(plan.canvas), list(plan.tiles), resample, plan.background))
         answer = await _receive(self._reader, Tiles)
         if answer.error:
             raise DecodeFailed(answer.error)

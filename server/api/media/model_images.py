@@ -115,8 +115,10 @@ class ModelImages:
         """Fetch and prepare a request's images, by id. Without `pixels`, only their plans. salt: of the client. Raises
         `ApiError`."""
         shelved = Shelved(self._media.shelf)
+        low = self.rule.low_if_several and len(images) > 1
         tasks = {
-            id: asyncio.ensure_future(self._one(placed, files, shelved, pixels, salt)) for id, placed in images.items()
+            id: asyncio.ensure_future(self._one(placed, files, shelved, pixels, salt, low))
+            for id, placed in images.items()
         }
         try:
             await asyncio.gather(*tasks.values())
@@ -128,8 +130,11 @@ class ModelImages:
             raise
         return {id: task.result() for id, task in tasks.items()}, shelved
 
-    async def _one(self, placed: Placed, files: OpenFile | None, shelved: Shelved, pixels: bool, salt: str) -> Prepared:
+    async def _one(
+        self, placed: Placed, files: OpenFile | None, shelved: Shelved, pixels: bool, salt: str, low: bool
+    ) -> Prepared:
         media, part = self._media, placed.part
+        detail = "low" if low else part.detail
         source = media.sources.label(part)
         with self._counted(source, placed.param):
             begin = time.perf_counter()
@@ -137,11 +142,11 @@ class ModelImages:
             if source == "url":
                 media.metrics.image_fetch_seconds.observe(time.perf_counter() - begin)
             content = await asyncio.to_thread(lambda: hashlib.sha256(data).digest())
-            key = Key(salt, part.detail, content)
+            key = Key(salt, detail, content)
             if (known := self._decoded.get(key)) is None:
                 async with media.decoders.open(data) as image:
                     begin = time.perf_counter()
-                    plan = self._plan(image, part.detail)
+                    plan = self._plan(image, detail)
                     if not pixels:
                         return Prepared(plan)
                     known = Decoded(plan, await image.tiles(plan, self.rule.resample))
@@ -153,7 +158,7 @@ class ModelImages:
             file = media.shelf.put(media.client, [tiles])
             shelved.names.append(file)
             media.metrics.image_pixels.inc(plan.num_pixels)
-            return Prepared(plan, self._digest(content, plan, part.detail), file)
+            return Prepared(plan, self._digest(content, plan, detail), file)
 
     @contextmanager
     def _counted(self, source: str, param: str) -> Iterator[None]:
@@ -186,7 +191,7 @@ class ModelImages:
         """Identify the embeddings. The plan stands for the options of the model's processor. content: the digest of the
         file."""
         digest = hashlib.sha256()
-        about = f"{detail} {self.rule.resample} {plan.canvas} {plan.tiles}".encode()
+        about = f"{detail} {self.rule.resample} {plan.canvas} {plan.tiles} {plan.background}".encode()
         for piece in (self._origin, about, content):
             digest.update(len(piece).to_bytes(8, "little"))
             digest.update(piece)

@@ -46,7 +46,7 @@ def warm_up() -> None:
         image.save(file, form, **options)
         opened = open_image(file.getvalue())
         size_of(opened)
-        cut(to_rgb(opened), [(3, 3)], [(1, 1, (0, 0, 2, 2))], Image.Resampling.LANCZOS)
+        cut(to_rgb(opened), [(3, 3)], [(1, 1, (0, 0, 2, 2), False)], Image.Resampling.LANCZOS)
 
 
 def open_image(data: bytes) -> Image.Image:
@@ -133,17 +133,30 @@ def _high_bytes(image: Image.Image) -> Image.Image:
 def cut(
     image: Image.Image,
     canvas: Sequence[tuple[int, int]],
-    tiles: Sequence[tuple[int, int, tuple[int, int, int, int] | None]],
+    tiles: Sequence[tuple[int, int, tuple[int, int, int, int] | None, bool]],
     resample: int,
+    background: tuple[int, int, int] = (0, 0, 0),
 ) -> list[bytes]:
     """The tiles of an `ImagePlan`, each height × width × RGB."""
     how = Image.Resampling(resample)
+    whole = image
     for height, width in canvas:
         image = image.resize((width, height), how)
     out = []
-    for height, width, box in tiles:
-        tile = image if box is None else image.crop(box)
+    for height, width, box, of_whole in tiles:
+        tile = whole if of_whole else image
+        if box is not None:
+            tile = _crop(tile, box, background)
         if tile.size != (width, height):
             tile = tile.resize((width, height), how)
         out.append(tile.tobytes())
+    return out
+
+
+def _crop(image: Image.Image, box: tuple[int, int, int, int], background: tuple[int, int, int]) -> Image.Image:
+    left, top, right, bottom = box
+    if left >= 0 and top >= 0 and right <= image.width and bottom <= image.height:
+        return image.crop(box)
+    out = Image.new("RGB", (right - left, bottom - top), background)
+    out.paste(image, (-left, -top))
     return out
