@@ -88,7 +88,8 @@ def written(llm: LLM, base: str, plan: Plan) -> list[Text]:
     texts: list[Text] = []
     done, turn = 0, 0
     while done < plan.tokens:
-        prompts = prompts_of(llm, base, 512 if base == "demo" else 128, seed=plan.seed + 1000 * turn)
+        number = max(4, min(512, (plan.tokens - done) // 100))
+        prompts = prompts_of(llm, base, number, seed=plan.seed + 1000 * turn)
         params = [
             SamplingParams(max_tokens=256, temperature=plan.temperature if i % 2 else 0.0, seed=turn * 10_000 + i)
             for i in range(len(prompts))
