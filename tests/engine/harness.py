@@ -34,7 +34,7 @@ class Harness:
 
     def add(
         self, prompt: Sequence[int] | np.ndarray, salt: str = "", priority: int = 0, adapter: str = "",
-        images: Sequence[Image] = (), tenant: int = 0, **params: Any,
+        images: Sequence[Image] = (), tenant: int = 0, max_drafts: int | None = None, **params: Any,
     ) -> int:  # fmt: skip
         handle = len(self.tokens)
         self.engine.add(
@@ -47,6 +47,7 @@ class Harness:
                 adapter=adapter,
                 images=tuple(images),
                 tenant=tenant,
+                max_drafts=max_drafts,
             )
         )
         self.tokens[handle] = []

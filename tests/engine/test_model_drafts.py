@@ -151,8 +151,12 @@ def test_a_grammar_and_a_limit_of_zero_have_no_drafts_of_the_model() -> None:
     harness = make(drafting("draft_model", MODEL_PATH))
     harness.add(PROMPTS[0], max_tokens=20, allowed_token_ids=tuple(range(50)), **GREEDY)
     harness.run()
+    harness.add(PROMPTS[1], max_tokens=3, min_tokens=3, max_drafts=0, **GREEDY)
+    harness.run()
     assert counted(harness) == (0, 0)
-    assert harness.steps <= 23
+    harness.add(PROMPTS[1], max_tokens=9, min_tokens=9, max_drafts=2, **GREEDY)
+    harness.run()
+    assert counted(harness) == (5, 5)
 
 
 @pytest.mark.nightly
@@ -238,8 +242,10 @@ def test_the_drafters_part_of_a_page_is_after_the_layers_and_overlaps_nothing(sh
     assert layout.id != KvLayout(7, 2, 8, 2, 64, torch.float32).id
 
 
-def test_pages_of_another_drafter_are_not_used(heads: dict[str, Path]) -> None:
-    configs = [None, *(drafting("eagle3", heads[kind]) for kind in ("plain", "llama"))]
+def test_pages_of_another_drafter_are_not_used(heads: dict[str, Path], tmp_path: Path) -> None:
+    config = draft_heads.config_of()
+    other = draft_heads.write(tmp_path, config, draft_heads.tensors_of(config, seed=1))
+    configs = [None, drafting("eagle3", heads["plain"]), drafting("eagle3", other)]
     ids = {make(config).engine.scheduler.pool.index.model_id for config in configs}
     assert len(ids) == 3
 
