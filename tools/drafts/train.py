@@ -49,6 +49,7 @@ class Plan:
     temperature: float
     seed: int
     device: str
+    longest: int = 256  # tokens of an answer at most
 
 
 def demo_prompts(llm: LLM, number: int, *, unseen: bool, seed: int) -> list[list[int]]:
@@ -64,23 +65,27 @@ def demo_prompts(llm: LLM, number: int, *, unseen: bool, seed: int) -> list[list
     return [ids for example in examples[:number] if len(ids := prompt_ids(tokenizer, example)) < 300]
 
 
-def own_prompts(llm: LLM, number: int, *, seed: int) -> list[list[int]]:
+def own_prompts(llm: LLM, number: int, *, longest: int, seed: int) -> list[list[int]]:
     """Let the model write users' turns, from the beginning of its chat template on."""
     render = llm.tokenizer.apply_chat_template
     opening = str(render([{"role": "user", "content": MARK}], tokenize=False)).partition(MARK)[0]
     ids = llm.tokenizer.encode(opening, add_special_tokens=False)
     asked = llm.generate(
         [ids] * number,
-        [SamplingParams(max_tokens=96, temperature=1.0, top_p=0.95, seed=seed + i) for i in range(number)],
+        [SamplingParams(max_tokens=longest, temperature=1.0, top_p=0.95, seed=seed + i) for i in range(number)],
     )
     turns = ([{"role": "user", "content": each.text.strip()}] for each in asked if each.text.strip())
     return [list(render(turn, add_generation_prompt=True, tokenize=True, return_dict=False)) for turn in turns]
 
 
-def prompts_of(llm: LLM, base: str, number: int, *, unseen: bool = False, seed: int = 0) -> list[list[int]]:
+def prompts_of(
+    llm: LLM, base: str, number: int, plan: Plan, *, unseen: bool = False, turn: int = 0
+) -> list[list[int]]:  # fmt: skip
+    """Return prompts for the model. Each `turn` has others."""
+    seed = plan.seed + 1000 * turn
     if base == "demo":
         return demo_prompts(llm, number, unseen=unseen, seed=seed)
-    return own_prompts(llm, number, seed=seed + (1 << 20 if unseen else 0))
+    return own_prompts(llm, number, longest=min(96, plan.longest), seed=seed + (1 << 20 if unseen else 0))
 
 
 def written(llm: LLM, base: str, plan: Plan) -> list[Text]:
@@ -89,9 +94,11 @@ def written(llm: LLM, base: str, plan: Plan) -> list[Text]:
     done, turn = 0, 0
     while done < plan.tokens:
         number = max(4, min(512, (plan.tokens - done) // 100))
-        prompts = prompts_of(llm, base, number, seed=plan.seed + 1000 * turn)
+        prompts = prompts_of(llm, base, number, plan, turn=turn)
         params = [
-            SamplingParams(max_tokens=256, temperature=plan.temperature if i % 2 else 0.0, seed=turn * 10_000 + i)
+            SamplingParams(
+                max_tokens=plan.longest, temperature=plan.temperature if i % 2 else 0.0, seed=turn * 10_000 + i
+            )
             for i in range(len(prompts))
         ]
         for prompt, answer in zip(prompts, llm.generate(prompts, params), strict=True):
@@ -172,13 +179,15 @@ def _mean(rows: Sequence[Sequence[float]]) -> list[float]:
     return [round(sum(column) / len(rows), 3) for column in zip(*rows, strict=True)]
 
 
-def acceptance(base: str, head: Path, prompts: Sequence[list[int]], temperature: float) -> tuple[float, float]:
+def acceptance(
+    base: str, head: Path, prompts: Sequence[list[int]], temperature: float, longest: int
+) -> tuple[float, float]:  # fmt: skip
     """Serve prompts that training has not seen with the head. Returns the mean acceptance length, and the share of
     drafts that are right."""
     config = json.dumps({"method": "eagle3", "model": str(head), "num_speculative_tokens": DEPTH})
     llm = LLM(base, progress=False, device="cpu", max_num_seqs=8, speculative_config=config)
     params = [
-        SamplingParams(max_tokens=256, temperature=temperature, seed=i if temperature else None)
+        SamplingParams(max_tokens=longest, temperature=temperature, seed=i if temperature else None)
         for i in range(len(prompts))
     ]
     llm.generate(list(prompts), params)
@@ -192,6 +201,8 @@ def shape_of(config: Any, vocabulary: int) -> HeadShape:
     """Return the sizes of a head for a `transformers` configuration: those of one of its layers."""
     layers, heads = config.num_hidden_layers, config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") != "default" or config.model_type != "llama":
+        raise SystemExit(f"heads for {config.model_type} with {rope.get('rope_type')} positions cannot be trained here")
     theta: Any = rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
     return HeadShape(
         config.hidden_size, config.intermediate_size, heads, config.num_key_value_heads,
@@ -229,7 +240,7 @@ def train(base: str, out: Path, plan: Plan, *, measured: int = 100) -> dict[str,
     llm = LLM(base, progress=False, device=plan.device, max_num_seqs=64 if plan.device == "cpu" else 512)
     begin = time.monotonic()
     texts = written(llm, base, plan)
-    prompts = prompts_of(llm, base, measured, unseen=True, seed=plan.seed)
+    prompts = prompts_of(llm, base, measured, plan, unseen=True)
     llm.close()
     del llm
     path = MODEL_PATH if base == "demo" else Path(base)
@@ -248,7 +259,8 @@ def train(base: str, out: Path, plan: Plan, *, measured: int = 100) -> dict[str,
         "texts": len(texts), "temperature": plan.temperature, "epochs": plan.epochs, "seconds": seconds,
         "device": plan.device, "parameters": sum(p.numel() for p in head.parameters()) / 1e6,
         "vocabulary": shape.draft_vocab_size, "right": right, "depth": DEPTH, "asked": len(prompts),
-        "greedy": acceptance(base, out, prompts, 0.0), "warm": acceptance(base, out, prompts, 0.7),
+        "greedy": acceptance(base, out, prompts, 0.0, plan.longest),
+        "warm": acceptance(base, out, prompts, 0.7, plan.longest),
     }  # fmt: skip
     (out / "README.md").write_text(CARD.format(**card))
     return card
@@ -270,11 +282,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--longest", type=int, default=256, help="tokens of an answer at most")
     parser.add_argument("--measured", type=int, default=100, help="prompts that acceptance is measured with")
     given = parser.parse_args(arguments)
     plan = Plan(
         given.tokens, given.epochs, given.batch_tokens, given.rate, given.vocabulary, given.temperature, given.seed,
-        given.device,
+        given.device, given.longest,
     )  # fmt: skip
     card = train(given.base, given.out, plan, measured=given.measured)
     print(f"{given.out}: acceptance length {card['greedy'][0]:.2f} greedy, {card['warm'][0]:.2f} at temperature 0.7")
