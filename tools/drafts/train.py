@@ -237,7 +237,8 @@ def train(base: str, out: Path, plan: Plan, *, measured: int = 100) -> dict[str,
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(plan.seed)
-    llm = LLM(base, progress=False, device=plan.device, max_num_seqs=64 if plan.device == "cpu" else 512)
+    slots = 64 if plan.device == "cpu" else 512
+    llm = LLM(base, progress=False, device=plan.device, max_num_seqs=slots, tuning_seconds=0.0)
     begin = time.monotonic()
     texts = written(llm, base, plan)
     prompts = prompts_of(llm, base, measured, plan, unseen=True)
