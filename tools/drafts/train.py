@@ -219,7 +219,7 @@ It drafts for {base}: `weft serve {base} --speculative-config '{{"method": "eagl
 change no token.
 
 - Trained by `python -m weft.tools.drafts.train` on {tokens} tokens ({texts} answers) that the model wrote itself, half
-  greedily, half at temperature {temperature}; {epochs} epochs, {seconds:.0f} s on {device}.
+  greedily, half at temperature {temperature}. Epochs: {epochs}; {seconds:.0f} s on {device}.
 - {parameters:.2f} million parameters, {vocabulary} draft tokens.
 - Right drafts at each step, in training: {right}.
 
