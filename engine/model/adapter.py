@@ -26,6 +26,7 @@ from weft.engine.model.expert_weights import cut_to
 from weft.engine.model.families import family_of
 from weft.engine.model.families.family import TensorNames
 from weft.engine.model.layer_weights import norm_weight
+from weft.engine.model.parts import Experts
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.weights import plain_tensors
 from weft.kernels.matmul import weight_layout as pack
@@ -132,7 +133,7 @@ class _Modules:
             first = min(self._found)
             raise ModelError(
                 f"the adapter changes {first}, which adapters cannot change here "
-                f"({len(self._found)} such module(s)): attention and dense MLP projections are supported"
+                f"({len(self._found)} such module(s)): attention, MLPs and separate experts are supported"
             )
 
 
@@ -209,21 +210,37 @@ class _Layer:
     def operations(self) -> Iterator[tuple[str, tuple[LowRank, ...]]]:
         """Yield the matrices of each operation that has any."""
         spec, names = self.spec, self.names
-        inter = spec.intermediate_size
+        inter, e = spec.intermediate_size, spec.experts
         found = {"qkv": self.qkv(), "o": self.output(names.o, spec.num_heads * spec.head_dim)}
-        if spec.experts is None or not self.parts.experts:
-            mlp_norm = names.attention_norm if spec.placement.norms == 1 else names.mlp_norm
-            if spec.gated:
-                found["gate_up"] = self.input(
-                    names.gate_up, (names.gate, names.up), (inter, inter), (self.rows, self.rows), mlp_norm,
-                    places=((0, 2), (1, 2)),
-                )  # fmt: skip
-            else:
-                found["up"] = self.input("", (names.up,), (inter,), (self.rows,), mlp_norm, places=((0, 1),))
+        kernel = "gate_up" if spec.gated else "up"
+        if e is None or not self.parts.experts:
+            found[kernel] = self.mlp(names.gate_up, names.gate, names.up, inter)
             found["down"] = self.output(names.down, inter)
+        else:
+            found[f"experts_{kernel}"], found["experts_down"] = self.experts(e)
+            if e.shared_size:
+                shared = names.shared_gate_up, names.shared_gate, names.shared_up
+                found[f"shared_{kernel}"] = self.mlp(*shared, e.shared_size)
+                found["shared_down"] = self.output(names.shared_down, e.shared_size)
         for name, matrices in found.items():
             if matrices:
                 yield name, matrices
+
+    def mlp(self, fused: str, gate: str, up: str, inter: int) -> tuple[LowRank, ...]:
+        norm = self.names.attention_norm if self.spec.placement.norms == 1 else self.names.mlp_norm
+        if not self.spec.gated:
+            return self.input("", (up,), (inter,), (self.rows,), norm, places=((0, 1),))
+        return self.input(fused, (gate, up), (inter, inter), (self.rows, self.rows), norm, places=((0, 2), (1, 2)))
+
+    def experts(self, e: Experts) -> tuple[tuple[LowRank, ...], tuple[LowRank, ...]]:
+        """Pack the matrices of experts, whose modules are separate."""
+        names = self.names
+        read, added = [], []
+        for i in range(e.count):
+            gate, up, down = (name.format(i) for name in (names.expert_gate, names.expert_up, names.expert_down))
+            read += [part._replace(expert=i) for part in self.mlp("", gate, up, e.intermediate_size)]
+            added += [part._replace(expert=i) for part in self.output(down, e.intermediate_size)]
+        return tuple(read), tuple(added)
 
     def qkv(self) -> tuple[LowRank, ...]:
         spec, names, d = self.spec, self.names, self.spec.head_dim

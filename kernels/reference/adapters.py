@@ -19,6 +19,7 @@ class LowRank(NamedTuple):
     begin: int = 0  # Output row of b's first row.
     step: int = 1  # Output rows from one row of b to the next.
     shift: Tensor | None = None  # [R] float32: A times the bias of the norm before the projection.
+    expert: int = 0  # Of a projection of experts.
 
 
 class Delta:
@@ -40,13 +41,42 @@ class Delta:
         for rows, matrices in self._groups:
             read = x[rows].float()
             added = read.new_zeros(len(read), self._out)
-            for a, b, begin, step, shift in matrices:
+            for a, b, begin, step, shift, _ in matrices:
                 t = self._multiply(read, a)
                 if shift is not None:
                     t = t + shift
                 added[:, begin : begin + step * len(b) : step] += self._multiply(t, b)
             found.append((rows, added))
         return found
+
+
+class ExpertDelta:
+    """What adapters add to the outputs of experts in one iteration. Parameters are those of `Delta`.
+
+    tokens: number of tokens in the iteration."""
+
+    def __init__(
+        self, groups: Sequence[tuple[Tensor, Sequence[LowRank]]], out: int, tokens: int, *, row_by_row: bool = False
+    ) -> None:
+        self._out, self._row_by_row = out, row_by_row
+        self._member = torch.zeros(len(groups), tokens, dtype=torch.bool)
+        self._by_expert: list[dict[int, list[LowRank]]] = []
+        for member, (rows, matrices) in zip(self._member, groups, strict=True):
+            member[rows] = True
+            own: dict[int, list[LowRank]] = {}
+            for each in matrices:
+                own.setdefault(each.expert, []).append(each)
+            self._by_expert.append(own)
+
+    def add(self, y: Tensor, x: Tensor, expert: int, tokens: Tensor) -> Tensor:
+        """Add to an expert's output y `[n, out]` for its input x `[n, K]` of `tokens [n]`, in place, and return it."""
+        groups = [
+            (member[tokens].nonzero()[:, 0], found)
+            for member, by_expert in zip(self._member, self._by_expert, strict=True)
+            if (found := by_expert.get(expert))
+        ]
+        groups = [(rows, found) for rows, found in groups if len(rows)]
+        return add_values(y, Delta(groups, self._out, row_by_row=self._row_by_row).values(x)) if groups else y
 
 
 def _row_by_row(x: Tensor, matrix: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels.formats.fp8_matrix import Matrix
+from weft.kernels.reference.adapters import ExpertDelta
 from weft.kernels.reference.layer import ACTIVATIONS, gated, normed, normed_linear, row_sumsq
 
 
@@ -65,7 +66,7 @@ def route(
 
 def experts_gate_up(
     x: Tensor, sumsq: Tensor | None, routing: Routing, weight: Matrix, eps: float, *, activation: str = "silu",
-    bias: Tensor | None = None, has_gate: bool = True,
+    bias: Tensor | None = None, has_gate: bool = True, delta: ExpertDelta | None = None,
 ) -> Tensor:  # fmt: skip
     """Apply norm and the experts' gate-up matrices `[E, 2 I, H]` (rows alternate), or without gates their matrices `[E,
     I, H]`: `[T * K, I]`, by expert."""
@@ -73,6 +74,7 @@ def experts_gate_up(
     # an FP8 matrix carries the norm's weight
     sums = None if isinstance(weight, Tensor) or sumsq is None else sumsq[tokens]
     rows = (normed(x, sumsq, eps) if sums is None else x)[tokens]
+    read = rows if sums is None or delta is None else normed(x, sumsq, eps)[tokens]
     out = rows.new_empty(len(rows), weight.shape[1] // (1 + has_gate))
     at = 0
     for expert, count in enumerate(routing.counts):
@@ -80,26 +82,33 @@ def experts_gate_up(
             own = slice(at, at + count)
             own_bias = None if bias is None else bias[expert]
             y = normed_linear(rows[own], None if sums is None else sums[own], weight[expert], own_bias, eps)
+            if delta is not None:
+                y = delta.add(y, read[own], expert, tokens[own])
             out[own] = gated(activation, y[:, 0::2], y[:, 1::2]) if has_gate else ACTIVATIONS[activation](y)
             at += count
     return out
 
 
 def experts_residual(
-    h: Tensor, routing: Routing, weight: Matrix, x: Tensor, *, bias: Tensor | None = None, centred: bool = False
-) -> tuple[Tensor, Tensor]:
+    h: Tensor, routing: Routing, weight: Matrix, x: Tensor, *, bias: Tensor | None = None, centred: bool = False,
+    delta: ExpertDelta | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return x plus the weighted GEMMs of h `[T * K, I]` with the experts' matrices `[E, H, I]`, and row sums of
     squares.
 
     A token's experts are added in float32, in the order of its choices."""
     y = torch.empty(len(h), weight.shape[1], dtype=torch.float32, device=h.device)
     scale = routing.weights.flatten()[routing.order]
+    tokens = routing.order // routing.experts.shape[1]
     at = 0
     for expert, count in enumerate(routing.counts):
         if count:
             own = slice(at, at + count)
             own_bias = None if bias is None else bias[expert]
-            y[own] = normed_linear(h[own], None, weight[expert], own_bias, 0.0).float() * scale[own, None]
+            made = normed_linear(h[own], None, weight[expert], own_bias, 0.0)
+            if delta is not None:
+                made = delta.add(made, h[own], expert, tokens[own])
+            y[own] = made.float() * scale[own, None]
             at += count
     placed = torch.empty_like(y)
     placed[routing.order] = y

@@ -23,7 +23,7 @@ def projections(model: Any, names: str = LINEAR) -> dict[str, tuple[int, int]]:
     found = {}
     for name, module in model.named_modules():
         own = re.fullmatch(rf".*\.({names})", name)
-        if own is None or "experts" in name or "shared" in name:
+        if own is None or ".experts." in name:
             continue
         if isinstance(module, nn.Linear):
             found[name] = (module.out_features, module.in_features)
@@ -32,15 +32,46 @@ def projections(model: Any, names: str = LINEAR) -> dict[str, tuple[int, int]]:
     return found
 
 
+def expert_projections(model: Any, names: tuple[str, str, str]) -> dict[str, tuple[int, int]]:
+    """(out, in) of each projection of routed experts. names: gate, up and down in a layer, with {} for the expert."""
+    found = {}
+    for i, layer in enumerate(model.model.layers):
+        if (experts := _experts(layer)) is not None:
+            (count, both, hidden), inner = experts.gate_up_proj.shape, experts.down_proj.shape[2]
+            assert both == 2 * inner
+            for e in range(count):
+                for name, shape in zip(names, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
+                    found[f"model.layers.{i}.{name.format(e)}"] = shape
+    return found
+
+
+def _experts(layer: Any) -> Any:
+    """The module with the stacked experts of a layer."""
+    return next((module for name, module in layer.named_modules() if name.endswith("experts")
+                 and hasattr(module, "gate_up_proj") and not hasattr(module.gate_up_proj, "weight")), None)  # fmt: skip
+
+
+def _matrix_of_expert(model: Any, module: str, names: tuple[str, str, str]) -> torch.Tensor:
+    """A view of the rows of a stacked tensor that a module of `expert_projections` names."""
+    layer, name = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", module).groups()  # type: ignore[union-attr]
+    experts = _experts(model.model.layers[int(layer)])
+    expert = int(re.search(r"experts\.(\d+)\.", name)[1])  # type: ignore[index]
+    which = [own.format(expert) for own in names].index(name)
+    if which == 2:
+        return experts.down_proj[expert]
+    return experts.gate_up_proj[expert].chunk(2)[which]
+
+
 def save_adapter(
     path: Path, model: Any, *, seed: int = 0, rank: int = 4, alpha: float = 8, names: str = LINEAR,
-    strength: float = 0.3, **config: Any,
+    strength: float = 0.3, experts: tuple[str, str, str] | None = None, **config: Any,
 ) -> Path:  # fmt: skip
     """Write a random adapter. No matrix is zero, so that an adapter that does nothing fails. Fields of `config` go into
-    adapter_config.json."""
+    adapter_config.json; experts: see `expert_projections`."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, (out, inner) in projections(model, names).items():
+    shapes = projections(model, names) | ({} if experts is None else expert_projections(model, experts))
+    for name, (out, inner) in shapes.items():
         own = rank_of(config, name, rank)
         a = torch.randn(own, inner, generator=generator) / math.sqrt(inner)
         b = torch.randn(out, own, generator=generator) * strength
@@ -58,7 +89,7 @@ def rank_of(config: dict[str, Any], name: str, rank: int) -> int:
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), rank)
 
 
-def merged(model: Any, paths: Iterable[Path]) -> list[Any]:
+def merged(model: Any, paths: Iterable[Path], experts: tuple[str, str, str] | None = None) -> list[Any]:
     """Copies of the model, each with one adapter merged in, in float32, as PEFT does it."""
     from safetensors.torch import load_file
 
@@ -75,8 +106,8 @@ def merged(model: Any, paths: Iterable[Path]) -> list[Any]:
             alpha = next((v for k, v in patterns.items() if re.match(rf"(.*\.)?({k})$", name)), config["lora_alpha"])
             scale = alpha / (math.sqrt(len(a)) if config.get("use_rslora") else len(a))
             delta = scale * (b @ a)
-            weight = modules[name].weight
+            weight = modules[name].weight if name in modules else _matrix_of_expert(own, name, experts)
             with torch.no_grad():
-                weight += delta if weight.shape == delta.shape and not hasattr(modules[name], "nf") else delta.t()
+                weight += delta if weight.shape == delta.shape and not hasattr(modules.get(name), "nf") else delta.t()
         out.append(own)
     return out

@@ -76,6 +76,52 @@ def test_mixed_batches_answer_as_the_merged_models(tiny_model: Made, tmp_path: P
     assert sum(harness.cached[handle] for handle, _, _ in handles) > 0
 
 
+SEPARATE = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
+OF_EXPERTS = {
+    "mixtral": tuple(f"block_sparse_moe.experts.{{}}.w{i}" for i in (1, 3, 2)),
+    "qwen2-moe": SEPARATE,
+    "qwen3-moe": SEPARATE,
+    "glm4-moe": SEPARATE,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "options"),
+    [
+        ("qwen2-moe", 1, {}),
+        *(
+            pytest.param(family, ranks, options, marks=pytest.mark.nightly)
+            for family in OF_EXPERTS
+            for ranks, options in ((1, {}), (2, {}), (1, {"batch_invariant": True, "max_num_batched_tokens": 128}))
+        ),
+    ],
+)
+def test_adapters_of_experts_answer_as_the_merged_models(
+    tiny_model: Made, tmp_path: Path, family: str, ranks: int, options: dict[str, Any]
+) -> None:
+    """Each expert has matrices of its own, and shared experts have some too. One adapter changes only some experts."""
+    path, names = tiny_model(family), OF_EXPERTS[family]
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    paths = {
+        "one": save_adapter(tmp_path / "one", base, seed=1, experts=names),
+        "two": save_adapter(tmp_path / "two", base, seed=2, names="none", experts=(*names[:2], names[2]), rank=8),
+    }
+    models = [base, *merged(base, paths.values(), names)]
+    digests = ["", *map(adapter_digest, paths.values())]
+    harness = Harness(path, lora_modules=_modules(paths), tensor_parallel_size=ranks, **{**OPTIONS, **options})
+    rng = np.random.default_rng(3)
+    handles = [
+        (harness.add(prompt, adapter=digest, max_tokens=MAX_TOKENS, **GREEDY), prompt, model)
+        for prompt in [rng.integers(3, 199, length) for length in (5, 40)]
+        for digest, model in zip(digests, models, strict=True)
+    ]
+    harness.run()
+    for handle, prompt, model in handles:
+        _check(harness, handle, prompt, model)
+    assert len({tuple(harness.tokens[handle]) for handle, _, _ in handles[-3:]}) == 3, "the adapters change nothing"
+    harness.engine.close()
+
+
 def _serve(harness: Harness, requests: list[tuple[np.ndarray, str]]) -> list[list[int]]:
     handles = [harness.add(p, adapter=digest, max_tokens=MAX_TOKENS, logprobs=1, **GREEDY) for p, digest in requests]
     harness.run()

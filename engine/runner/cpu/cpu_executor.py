@@ -27,7 +27,7 @@ from weft.kernels.attention.backend import HostAttention
 from weft.kernels.reference import experts as reference_experts
 from weft.kernels.reference import latent
 from weft.kernels.reference import layer as reference
-from weft.kernels.reference.adapters import Delta, add_values
+from weft.kernels.reference.adapters import Delta, ExpertDelta, LowRank, add_values
 
 BLOCK_ROWS = (32, 16, 8, 4, 2, 1)
 """Block sizes to try for batch invariance, in this order. A single row is always invariant."""
@@ -100,8 +100,16 @@ class _Iteration:
 
     def delta(self, op: Operation, layer: int) -> Delta | None:
         """Return what adapters add to an operation's output; None: nothing."""
-        groups = [(rows, found) for rows, adapter in self.adapters if (found := adapter.layers[layer].get(op.name))]
+        groups = self._adapted(op, layer)
         return Delta(groups, op.out, row_by_row=self.executor.block_rows > 0) if groups else None
+
+    def expert_delta(self, op: Operation, layer: int) -> ExpertDelta | None:
+        """`delta` of an operation of experts."""
+        groups, tokens = self._adapted(op, layer), len(self.activations["x"])
+        return ExpertDelta(groups, op.out, tokens, row_by_row=self.executor.block_rows > 0) if groups else None
+
+    def _adapted(self, op: Operation, layer: int) -> list[tuple[Tensor, tuple[LowRank, ...]]]:
+        return [(rows, found) for rows, adapter in self.adapters if (found := adapter.layers[layer].get(op.name))]
 
     def keep(self, rows: Tensor) -> None:
         """Continue with these tokens `[N]` only. No later operation may be attention."""
@@ -265,7 +273,7 @@ def _experts_gate_up(it: _Iteration, op: Operation, layer: int) -> None:
     assert it.routing is not None
     it.activations[op.target] = reference_experts.experts_gate_up(
         it.activations[op.source], it.stream_sums, it.routing, w.of_experts, spec.norm.eps, activation=spec.activation,
-        bias=w.bias, has_gate=spec.gated,
+        bias=w.bias, has_gate=spec.gated, delta=it.expert_delta(op, layer),
     )  # fmt: skip
 
 
@@ -276,12 +284,18 @@ def _experts_residual(it: _Iteration, op: Operation, layer: int) -> None:
         x = it.activations[op.target]
         before = torch.zeros_like(x) if it.partial is None else it.partial
         it.partial, _ = reference_experts.experts_residual(
-            it.activations[op.source], it.routing, w.of_experts, before, bias=w.bias
+            it.activations[op.source], it.routing, w.of_experts, before, bias=w.bias, delta=it.expert_delta(op, layer)
         )
         it.post_norm = w.post_norm
         return
     it.activations[op.target], it.sumsq = reference_experts.experts_residual(
-        it.activations[op.source], it.routing, w.of_experts, it.activations[op.target], bias=w.bias, centred=centred
+        it.activations[op.source],
+        it.routing,
+        w.of_experts,
+        it.activations[op.target],
+        bias=w.bias,
+        centred=centred,
+        delta=it.expert_delta(op, layer),
     )
 
 
