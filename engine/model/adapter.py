@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from weft.engine.errors import ModelError, one_line, refuse_pointer
 from weft.engine.model.adapter_config import FILE, AdapterConfig, read_adapter_config
-from weft.engine.model.checkpoint import Part, Tensors
+from weft.engine.model.checkpoint import WHOLE, Part, Tensors
 from weft.engine.model.expert_weights import cut_to
 from weft.engine.model.families import family_of
 from weft.engine.model.families.family import TensorNames
@@ -35,6 +35,8 @@ from weft.kernels.reference.adapters import LowRank
 WEIGHTS = "adapter_model.safetensors"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
+# PEFT names the matrices of stacked experts after the module that has them, which it wraps once for each tensor.
+_STACKED = re.compile(r"(.+\.experts)(?:\.base_layer)?")
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
 
 
@@ -91,6 +93,8 @@ class _Modules:
 
     def __init__(self, path: Path, config: AdapterConfig, names: TensorNames) -> None:
         self._found: dict[str, _Pair] = {}
+        self._path, self._config = path, config
+        self._stacked: dict[str, list[_Pair]] = {}  # By module; not scaled yet.
         halves: dict[str, dict[str, Tensor]] = {}
         for name, tensor in _tensors(path / WEIGHTS):
             match = _NAME.fullmatch(name)
@@ -105,21 +109,30 @@ class _Modules:
         for module, half in halves.items():
             if len(half) < 2:
                 raise ModelError(f"{path / WEIGHTS}: {module} has lora_{'A' if 'A' in half else 'B'} only")
-            rank, scale = config.of(module)
-            a, b = half["A"], half["B"]
-            if a.dim() != 2 or b.dim() != 2 or a.shape[0] != rank or b.shape[1] != rank:
-                raise ModelError(
-                    f"{path / WEIGHTS}: {module} has shapes {tuple(a.shape)} and {tuple(b.shape)}, "
-                    f"but its rank by {FILE} is {rank}"
-                )
             for which, tensor in half.items():
                 if not tensor.isfinite().all():
                     raise ModelError(f"{path / WEIGHTS}: lora_{which} of {module} has values that are not finite")
-            self.rank = max(self.rank, rank)
-            self._found[_in_family(module, names)] = _Pair(a.to(torch.float32, copy=True), b.float() * scale)
+            a, b = half["A"].to(torch.float32, copy=True), half["B"].to(torch.float32, copy=True)
+            if stacked := _STACKED.fullmatch(module):
+                self._stacked.setdefault(_in_family(stacked[1], names), []).append(_Pair(a, b))
+                continue
+            scale = self._checked(module, a, b)
+            self._found[_in_family(module, names)] = _Pair(a, b * scale)
+
+    def _checked(self, module: str, a: Tensor, b: Tensor, count: int = 1) -> float:
+        """Return the scale of a module, or of `count` experts. Raises `ModelError` for another rank than configured."""
+        rank, scale = self._config.of(module)
+        if a.dim() != 2 or b.dim() != 2 or a.shape[0] != rank * count or b.shape[1] != rank * count:
+            raise ModelError(
+                f"{self._path / WEIGHTS}: {module} has shapes {tuple(a.shape)} and {tuple(b.shape)}, "
+                f"but its rank by {FILE} is {rank}"
+            )
+        self.rank = max(self.rank, rank)
+        return scale
 
     def take(self, name: str, out: int, inner: int) -> _Pair | None:
         """Return a module's matrices, if it is adapted. Raises `ModelError` if they do not fit `[out, inner]`."""
+        name = name if name in self._found else name.replace("block_sparse_moe.", "mlp.")
         pair = self._found.pop(name, None)
         if pair is not None and (len(pair.b), pair.a.shape[1]) != (out, inner):
             raise ModelError(
@@ -128,12 +141,28 @@ class _Modules:
             )
         return pair
 
+    def take_stacked(self, modules: tuple[str, ...], tensor: str, count: int, out: int, inner: int) -> list[_Pair]:
+        """Return the matrices of each expert for a stacked tensor `[count, out, inner]`; none if it is not adapted.
+
+        modules: possible names of the module that has it. Shapes say which tensor matrices are for."""
+        for module in modules:
+            for pair in self._stacked.get(module, []):
+                a, b = pair
+                if a.dim() == b.dim() == 2 and (len(b), a.shape[1]) == (out, inner):
+                    self._stacked[module].remove(pair)
+                    b = b * self._checked(f"{module}.{tensor}", a, b, count)
+                    # Rows of A are in the order of experts, columns of B in that of components.
+                    rank = len(a) // count
+                    return [_Pair(a[i * rank : (i + 1) * rank], b[:, i::count]) for i in range(count)]
+        return []
+
     def refuse_rest(self) -> None:
-        if self._found:
-            first = min(self._found)
+        rest = [*self._found, *(module for module, pairs in self._stacked.items() for _ in pairs)]
+        if rest:
+            first = min(rest)
             raise ModelError(
                 f"the adapter changes {first}, which adapters cannot change here "
-                f"({len(self._found)} such module(s)): attention, MLPs and separate experts are supported"
+                f"({len(rest)} such module(s)): attention, MLPs and most experts are supported"
             )
 
 
@@ -217,6 +246,7 @@ class _Layer:
             found[kernel] = self.mlp(names.gate_up, names.gate, names.up, inter)
             found["down"] = self.output(names.down, inter)
         else:
+            found["router"] = self.input("", (names.router,), (e.count,), (WHOLE,), names.mlp_norm, places=((0, 1),))
             found[f"experts_{kernel}"], found["experts_down"] = self.experts(e)
             if e.shared_size:
                 shared = names.shared_gate_up, names.shared_gate, names.shared_up
@@ -233,13 +263,25 @@ class _Layer:
         return self.input(fused, (gate, up), (inter, inter), (self.rows, self.rows), norm, places=((0, 2), (1, 2)))
 
     def experts(self, e: Experts) -> tuple[tuple[LowRank, ...], tuple[LowRank, ...]]:
-        """Pack the matrices of experts, whose modules are separate."""
-        names = self.names
-        read, added = [], []
+        """Pack the matrices of experts, whose modules are separate or stacked."""
+        names, inter, hidden = self.names, e.intermediate_size, self.spec.hidden_size
+        whole = inter * self.rows.of
+        halves = 2 if self.spec.gated else 1
+        modules = tuple(f"{self.prefix}{name}" for name in (names.expert_gate.partition(".{}")[0], "mlp.experts"))
+        stacked, take = not names.experts_alternate, self.modules.take_stacked
+        both = take(modules, "gate_up_proj", e.count, halves * whole, hidden) if stacked else []
+        downs = take(modules, "down_proj", e.count, hidden, whole) if stacked else []
+        read: list[LowRank] = []
+        added: list[LowRank] = []
         for i in range(e.count):
             gate, up, down = (name.format(i) for name in (names.expert_gate, names.expert_up, names.expert_down))
-            read += [part._replace(expert=i) for part in self.mlp("", gate, up, e.intermediate_size)]
-            added += [part._replace(expert=i) for part in self.output(down, e.intermediate_size)]
+            reading = self.mlp("", gate, up, inter)
+            if both:
+                pairs = [_Pair(both[i].a, b) for b in both[i].b.split(whole)]
+                reading += self.reading(pairs, (self.rows,) * halves, names.mlp_norm, ((0, halves), (1, halves)))
+            adding = self.output(down, inter) + (self.adding(downs[i]) if downs else ())
+            read += [part._replace(expert=i) for part in reading]
+            added += [part._replace(expert=i) for part in adding]
         return tuple(read), tuple(added)
 
     def qkv(self) -> tuple[LowRank, ...]:
@@ -268,6 +310,13 @@ class _Layer:
             pairs = [None] * len(sizes) if pair is None else [_Pair(pair.a, b) for b in pair.b.split(whole)]
         else:
             pairs = [self.modules.take(self.prefix + n, size, hidden) for n, size in zip(names, whole, strict=True)]
+        return self.reading(pairs, parts, norm, places, order)
+
+    def reading(
+        self, pairs: Sequence[_Pair | None], parts: tuple[Part, ...], norm: str, places: tuple[tuple[int, int], ...],
+        order: tuple[Any, ...] = (None, None),
+    ) -> tuple[LowRank, ...]:  # fmt: skip
+        """Pack matrices of a projection that reads the stream; see `input`."""
         made = []
         for pair, part, (begin, step), arrange in zip(pairs, parts, places, order, strict=False):
             if pair is not None:
@@ -288,6 +337,7 @@ class _Layer:
     def output(self, name: str, inner: int) -> tuple[LowRank, ...]:
         """Pack the matrices of a projection that adds to the stream; a shard has columns of A."""
         pair = self.modules.take(self.prefix + name, self.spec.hidden_size, inner * self.columns.of)
-        if pair is None:
-            return ()
+        return () if pair is None else self.adding(pair)
+
+    def adding(self, pair: _Pair) -> tuple[LowRank, ...]:
         return (LowRank(cut_to(pair.a, self.columns).contiguous(), pair.b * self.spec.residual_scale),)

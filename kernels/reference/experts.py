@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels.formats.fp8_matrix import Matrix
-from weft.kernels.reference.adapters import ExpertDelta
+from weft.kernels.reference.adapters import Delta, ExpertDelta, add_values
 from weft.kernels.reference.layer import ACTIVATIONS, gated, normed, normed_linear, row_sumsq
 
 
@@ -36,7 +36,7 @@ def _grouped(scores: Tensor, groups: int, top_groups: int, group_best: int) -> T
 def route(
     x: Tensor, sumsq: Tensor | None, weight: Tensor, eps: float, *, kind: str, top: int, normalise: bool,
     scaling: float = 1.0, bias: Tensor | None = None, choice_bias: Tensor | None = None, groups: int = 1,
-    top_groups: int = 1, group_best: int = 2, weight_eps: float = 0.0,
+    top_groups: int = 1, group_best: int = 2, weight_eps: float = 0.0, delta: Delta | None = None,
 ) -> Routing:  # fmt: skip
     """Apply the norm and router matrix `[E, H]` float32, then choose experts, all in float32.
 
@@ -45,6 +45,8 @@ def route(
     `weight_eps`, which is added to the divisor."""
     h = x.float() if sumsq is None else normed(x.float(), sumsq, eps)
     logits = F.linear(h, weight.float(), None if bias is None else bias.float())
+    if delta is not None:
+        logits = add_values(logits, delta.values(h))
     if kind == "top_softmax":
         values, chosen = logits.topk(top, dim=-1)
         weights = values.softmax(-1)

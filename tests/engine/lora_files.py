@@ -51,6 +51,35 @@ def _experts(layer: Any) -> Any:
                  and hasattr(module, "gate_up_proj") and not hasattr(module.gate_up_proj, "weight")), None)  # fmt: skip
 
 
+def save_stacked(path: Path, model: Any, *, seed: int = 0, rank: int = 3, strength: float = 0.3) -> Path:
+    """Write a random adapter of stacked experts and routers, as PEFT's `target_parameters` does."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for i, layer in enumerate(model.model.layers):
+        if (experts := _experts(layer)) is None:
+            continue
+        name = next(name for name, module in layer.named_modules() if module is experts)
+        router = name.replace("experts", "gate"), layer.get_submodule(name.replace("experts", "gate")).weight[None]
+        stacks = (f"{name}.base_layer", experts.gate_up_proj), (name, experts.down_proj), router
+        for module, (count, out, inner) in ((module, weight.shape) for module, weight in stacks):
+            own = f"base_model.model.model.layers.{i}.{module}"
+            a = torch.randn(count * rank, inner, generator=generator) / math.sqrt(inner)
+            tensors |= {f"{own}.lora_A.weight": a}
+            tensors |= {f"{own}.lora_B.weight": torch.randn(out, count * rank, generator=generator) * strength}
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}))
+    return path
+
+
+def _merge_stacked(model: Any, module: str, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+    """Add to each expert: rows of A are in the order of experts, columns of B in that of components."""
+    experts = model.get_submodule(module.removesuffix(".base_layer"))
+    stack = experts.gate_up_proj if module.endswith("base_layer") else experts.down_proj
+    for e, own in enumerate(a.chunk(len(stack))):
+        stack[e] += scale * (b[:, e :: len(stack)] @ own)
+
+
 def _matrix_of_expert(model: Any, module: str, names: tuple[str, str, str]) -> torch.Tensor:
     """A view of the rows of a stacked tensor that a module of `expert_projections` names."""
     layer, name = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", module).groups()  # type: ignore[union-attr]
@@ -105,6 +134,10 @@ def merged(model: Any, paths: Iterable[Path], experts: tuple[str, str, str] | No
             patterns = config.get("alpha_pattern", {})
             alpha = next((v for k, v in patterns.items() if re.match(rf"(.*\.)?({k})$", name)), config["lora_alpha"])
             scale = alpha / (math.sqrt(len(a)) if config.get("use_rslora") else len(a))
+            if name.endswith((".experts", ".base_layer")):
+                with torch.no_grad():
+                    _merge_stacked(own, name, a, b, alpha / config["r"])
+                continue
             delta = scale * (b @ a)
             weight = modules[name].weight if name in modules else _matrix_of_expert(own, name, experts)
             with torch.no_grad():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from harness import GREEDY, Harness
-from lora_files import merged, save_adapter
+from lora_files import merged, save_adapter, save_stacked
 from tiny import FAMILIES
 from transformers import AutoModelForCausalLM
 
@@ -99,12 +99,12 @@ OF_EXPERTS = {
 def test_adapters_of_experts_answer_as_the_merged_models(
     tiny_model: Made, tmp_path: Path, family: str, ranks: int, options: dict[str, Any]
 ) -> None:
-    """Each expert has matrices of its own, and shared experts have some too. One adapter changes only some experts."""
+    """The modules of experts are separate in one adapter, with those of shared experts, and stacked in the other."""
     path, names = tiny_model(family), OF_EXPERTS[family]
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     paths = {
         "one": save_adapter(tmp_path / "one", base, seed=1, experts=names),
-        "two": save_adapter(tmp_path / "two", base, seed=2, names="none", experts=(*names[:2], names[2]), rank=8),
+        "two": save_stacked(tmp_path / "two", base, seed=2),
     }
     models = [base, *merged(base, paths.values(), names)]
     digests = ["", *map(adapter_digest, paths.values())]

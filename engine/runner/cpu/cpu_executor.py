@@ -264,7 +264,7 @@ def _router(it: _Iteration, op: Operation, layer: int) -> None:
     it.routing = reference_experts.route(
         it.activations[op.source], it.stream_sums, w.weight, spec.norm.eps, kind=e.router, top=e.top,
         normalise=e.normalise, scaling=e.scaling, bias=w.bias, choice_bias=w.choice_bias, groups=e.groups,
-        top_groups=e.top_groups, group_best=e.group_best, weight_eps=e.weight_eps,
+        top_groups=e.top_groups, group_best=e.group_best, weight_eps=e.weight_eps, delta=it.delta(op, layer),
     )  # fmt: skip
 
 
