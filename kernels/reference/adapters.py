@@ -19,7 +19,7 @@ class LowRank(NamedTuple):
     begin: int = 0  # Output row of b's first row.
     step: int = 1  # Output rows from one row of b to the next.
     shift: Tensor | None = None  # [R] float32: A times the bias of the norm before the projection.
-    expert: int = 0  # Of a projection of experts.
+    expert: int = 0  # The expert whose projection it is, if experts have one each.
 
 
 class Delta:
