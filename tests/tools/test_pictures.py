@@ -49,6 +49,14 @@ def test_estimates_are_below_measurements(machine: Machine) -> None:
     assert float(rows[-1][6]) == pytest.approx(sum(float(row[6]) for row in rows[:-1]), abs=0.05)
 
 
+def test_more_sms_keep_more_speed(machine: Machine) -> None:
+    rows = [line.split(" | ") for line in papers.table_3(machine).splitlines()[2:]]
+    assert len(rows) == 16
+    decode = [(float(share), float(kept)) for name, share, kept, _ in rows if "decode" in name]
+    assert decode == sorted(decode)
+    assert all(share < kept for share, kept in decode)  # memory is saturated before all SMs are used
+
+
 def test_no_operation_exceeds_the_roofline(machine: Machine) -> None:
     for name in ("qkv", "gate_up", "decode"):
         for tokens in papers.GRID:

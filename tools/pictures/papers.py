@@ -182,6 +182,15 @@ def table_2(machine: Machine) -> str:
     return "\n".join(lines)
 
 
+def table_3(machine: Machine) -> str:
+    """NanoFlow Table 3: share of the SMs -> share of the speed that is kept, with the spread over pairs."""
+    lines = ["| operations | share of the SMs | share of the speed | spread over pairs |", "|---|---|---|---|"]
+    for resource, name in ((Resource.COMPUTE, "GEMM, prompt attention"), (Resource.MEMORY, "decode attention")):
+        for row in machine.interference.table(resource):
+            lines.append(f"| {name} | {row.share:.2f} | {row.performance:.2f} | {row.spread:.0%} |")
+    return "\n".join(lines)
+
+
 def table_ii(machine: Machine) -> str:
     """Mind the Memory Gap, Table II: what operations reach, at few and at many tokens."""
     device = accelerator("h200")
@@ -217,7 +226,7 @@ def files() -> dict[Path, str]:
         "nanoflow-network.svg": figure_2(), "nanoflow-memory.svg": figure_3(),
         "nanoflow-interference.svg": figure_5(machine), "roofline.svg": roofline(machine),
     }  # fmt: skip
-    tables = {"table_2": table_2(machine), "table_ii": table_ii(machine)}
+    tables = {"table_2": table_2(machine), "table_3": table_3(machine), "table_ii": table_ii(machine)}
     out = {PICTURES / name: text for name, text in pictures.items()}
     return out | {PAGE: with_tables(PAGE.read_text(encoding="utf-8"), tables)}
 
