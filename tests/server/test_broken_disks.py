@@ -220,15 +220,26 @@ def test_reads_need_no_write(server: Server, fault: int) -> None:
     assert server.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
 
 
-def test_old_keys_stay_while_the_key_file_cannot_be_read(server: Server) -> None:
-    kept = server.daemon.stderr().count("keeping the old keys")
-    server.disk.fail(READS)
+@pytest.mark.parametrize("name", [*FAULTS, "slow", "gone"])
+def test_a_key_file_is_read_again_or_the_old_keys_stay(server: Server, name: str) -> None:
+    keys = server.disk.folder / "keys"
+    readable = name not in ("unreadable", "gone")
+    told = "reloaded 1 API keys" if readable else "keeping the old keys"
+    before = server.daemon.stderr().count(told)
+    if name == "gone":
+        keys.rename(keys.with_name("away"))
+    elif name == "slow":
+        server.disk.hang()
+    else:
+        server.disk.fail(FAULTS[name])
     try:
         os.kill(server.daemon.process.pid, signal.SIGHUP)
-        server.daemon.wait_for_log("keeping the old keys", kept + 1)
+        server.daemon.wait_for_log(told, before + 1)
         assert server.http.get("/v1/models").status_code == 200
     finally:
         server.disk.work()
+        if name == "gone":
+            keys.with_name("away").rename(keys)
 
 
 def test_a_batch_waits_for_the_disk(server: Server, fault: int) -> None:
@@ -297,7 +308,9 @@ def test_a_disk_that_is_gone_for_a_while(server: Server) -> None:
     until(server.ssd_up)
 
 
-@pytest.mark.parametrize("name", ["full", "unreadable"])
+@pytest.mark.parametrize(
+    "name", ["full", "unreadable", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("read-only", "broken"))]
+)
 def test_a_daemon_starts_while_its_caches_cannot_be_used(tmp_path: Path, name: str) -> None:
     try:
         disk = BrokenDisk(tmp_path / "disk", tmp_path / "shim")
@@ -314,12 +327,28 @@ def test_a_daemon_starts_while_its_caches_cannot_be_used(tmp_path: Path, name: s
         until(lambda: 'weft_kv_tier_up{tier="ssd"} 1.0' in httpx.get(f"{daemon.url}/metrics", timeout=SECONDS).text)
 
 
-def test_requests_are_served_while_the_log_cannot_be_written(tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_a_daemon_starts_while_its_caches_are_slow(tmp_path: Path) -> None:
     try:
         disk = BrokenDisk(tmp_path / "disk", tmp_path / "shim")
     except RuntimeError as error:
         pytest.skip(str(error))
-    disk.fail(FAULTS["full"])
+    disk.hang(500)
+    caches = {name: str(disk.folder / name) for name in ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "HF_HOME")}
+    with running(tmp_path, env=disk.env | caches) as daemon:
+        body = {"prompt": "a", "max_tokens": 2}
+        assert httpx.post(f"{daemon.url}/v1/completions", json=body, timeout=SECONDS).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "name", ["full", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("read-only", "broken"))]
+)
+def test_requests_are_served_while_the_log_cannot_be_written(tmp_path: Path, name: str) -> None:
+    try:
+        disk = BrokenDisk(tmp_path / "disk", tmp_path / "shim")
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    disk.fail(FAULTS[name])
     with (
         running(disk.folder, "--log-requests", env=disk.env) as daemon,
         httpx.Client(base_url=daemon.url, timeout=SECONDS) as http,
