@@ -95,7 +95,7 @@ build/npm/.done:
 
 clients: foreign build/npm/.done ## test every client of docs/clients.md, npm clients included
 	$(BIN)/python -m pytest -m "nightly or not nightly" tests/server/test_conformance_foreign.py \
-	  tests/server/test_conformance_proxy.py tests/server/test_conformance_npm.py $(ARGS)
+	  tests/server/test_conformance_proxy.py tests/server/test_conformance_npm.py tests/server/test_vision_demo.py $(ARGS)
 
 mutants: $(VENV)/.test ## mutation testing (ARGS="engine/memory/pages.py --sample 20")
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/mutate.py $(ARGS)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import base64
+import json
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import numpy as np
 import openai
 import pytest
 from langchain_openai import ChatOpenAI
 from live import Daemon, running
+from test_batches import until
+from test_conformance_npm import MODULES
 
 from weft.tools.vision.evaluate import MODEL, parts, questions, wrong_answers
 from weft.tools.vision.pictures import Question, png, question
@@ -23,7 +29,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    with running(tmp_path_factory.mktemp("daemon"), "--model", str(MODEL), "--served-model-name", "demo") as daemon:
+    folder = tmp_path_factory.mktemp("daemon")
+    options = ("--files-dir", str(folder / "files"), "--api-workers", "2", "--admin-api-key", "secret")
+    with running(folder, "--model", str(MODEL), "--served-model-name", "demo", *options) as daemon:
         yield daemon
 
 
@@ -90,6 +98,58 @@ def test_langchain_sends_pictures(daemon: Daemon, one: Question) -> None:
     for responses in (False, True):
         model = ChatOpenAI(**options, max_tokens=12, use_responses_api=responses)
         assert model.invoke([{"role": "user", "content": parts(one, 4)}]).text == one.answer
+
+
+@pytest.mark.skipif(not MODULES.is_dir() or shutil.which("node") is None, reason="make clients installs them")
+@pytest.mark.parametrize("one", asked(), ids=["one", "two"])
+def test_npm_clients_send_pictures(daemon: Daemon, one: Question, tmp_path: Path) -> None:
+    urls = [part["image_url"]["url"] for part in parts(one, 4) if part["type"] == "image_url"]
+    (tmp_path / "asked.json").write_text(json.dumps({"text": one.text, "pictures": urls}))
+    script = tmp_path / "pictures.mjs"  # next to its modules, where node looks for them
+    script.write_text((Path(__file__).parent / "npm" / script.name).read_text())
+    (tmp_path / "node_modules").symlink_to(MODULES)
+    command = ["node", str(script), daemon.url, str(tmp_path / "asked.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    answers = json.loads(done.stdout)
+    assert len(answers) == 7
+    assert set(answers.values()) == {one.answer}, answers
+
+
+def test_an_uploaded_picture_is_read_by_every_api_process(daemon: Daemon) -> None:
+    one = asked()[0]
+    api = openai.OpenAI(base_url=f"{daemon.url}/v1", api_key="none")
+    file = api.files.create(file=("a.png", png(one.pictures[0].pixels, 4)), purpose="vision")
+    image = {"type": "input_image", "file_id": file.id}
+    content = [{"type": "input_text", "text": "1"}, image, {"type": "input_text", "text": one.text}]
+    for _ in range(4):
+        with openai.OpenAI(base_url=f"{daemon.url}/v1", api_key="none") as other:  # a connection of its own
+            given: Any = [{"role": "user", "content": content}]
+            answer = other.responses.create(model="demo", input=given, temperature=0, max_output_tokens=12)
+        assert answer.output_text == one.answer
+
+
+def test_choices_and_batches_read_pictures(daemon: Daemon) -> None:
+    one = asked()[1]
+    body = {"model": "demo", "messages": [{"role": "user", "content": parts(one, 3)}], "max_tokens": 12, **GREEDY}
+    api = openai.OpenAI(base_url=f"{daemon.url}/v1", api_key="none")
+    made = api.chat.completions.create(**body, n=3)  # type: ignore[call-overload]
+    assert [choice.message.content for choice in made.choices] == [one.answer] * 3
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    file = api.files.create(file=("batch.jsonl", json.dumps(line).encode()), purpose="batch")
+    batch = api.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    output = until(api, batch.id, "completed").output_file_id
+    assert output is not None
+    (answer,) = (json.loads(line) for line in api.files.content(output).text.splitlines())
+    assert answer["response"]["body"]["choices"][0]["message"]["content"] == one.answer
+
+
+def test_pictures_are_read_after_sleep(daemon: Daemon) -> None:
+    few = questions(8, seed=3)
+    before = wrong_answers(daemon.url, few)
+    for path in ("/sleep", "/wake_up"):
+        assert httpx.post(f"{daemon.url}{path}", headers={"Authorization": "Bearer secret"}, timeout=240).is_success
+    assert wrong_answers(daemon.url, few) == before
 
 
 def test_the_model_is_small() -> None:
