@@ -68,9 +68,11 @@ class Profiler:
     def __init__(
         self, bench: Bench, spec: ModelSpec, load: Load, grid: Grid, progress: Callable[[str, int, int], None],
         finer: Grid | None = None, collectives: Collection[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """finer: measured after `grid` if time is left. collectives: kernels that the bench can run; None: all."""
         self._bench, self._grids, self._progress = bench, [grid, finer] if finer else [grid], progress
+        self._clock = clock
         self._load = load.within(kv_capacity(bench.memory, spec))
         self._tried = configs_of(spec)
         self._operations = every_operation(spec, collectives)
@@ -82,11 +84,11 @@ class Profiler:
 
     def run(self, target: Target, budget_s: float, made: str = "") -> Profile:
         """Measure for `budget_s` seconds. Raises `ConfigError` if that does not cover one point of every operation."""
-        end = time.monotonic() + budget_s
+        end = self._clock() + budget_s
         tasks = self.tasks()
         done = 0
         for text, task in tasks:
-            if time.monotonic() > end:
+            if self._clock() > end:
                 break
             self._progress(text, done, len(tasks))
             task()
