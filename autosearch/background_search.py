@@ -153,7 +153,10 @@ def _searched(order: SearchOrder, spec: ModelSpec, target: Target, bench: Journa
         Machine(profile, spec), load, bench, budget, max_num_seqs=order.max_num_seqs, store=StageStore(),
         fixed_batch=True,
     )  # fmt: skip
-    plan = search.run(WORKLOAD).plan
+    result = search.run(WORKLOAD)
+    plan = result.plan
+    if not plan.periods and result.undecided:
+        raise ConfigError(f"no time to compare pipelines for {', '.join(result.undecided)}; a later start continues")
     fits = [
         period
         for period in plan.periods

@@ -143,7 +143,7 @@ class GpuBench:
 
     def outputs(self, period: Period, load: Load) -> Tensor:
         """Run the pipeline once and return the residual stream after the last layer, `[tokens, H]` in the batch's
-        order. Equal loads have equal inputs, whatever the pipeline."""
+        order. All pipelines get the same inputs for a load."""
         pipeline = Pipeline(period, self.spec)
         assigned = self._send(pipeline, load)
         places = np.arange(load.tokens) if assigned.places is None else assigned.places
@@ -156,7 +156,7 @@ class GpuBench:
 
     @staticmethod
     def _await_but_one(ends: list[list[torch.cuda.Event]]) -> None:
-        """Wait until at most one replay of each lane is queued behind the one that runs."""
+        """Wait until at most one replay of each lane is queued after the one that runs."""
         for events in ends:
             if len(events) > 1:
                 events[-2].synchronize()

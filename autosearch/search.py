@@ -102,7 +102,7 @@ class Search:
             notes.append(f"out of time, break-even loads partly predicted: {', '.join(self._predicted)}")
         return Result(
             plan, self._lines, exchange, table_3, self._accepted, tuple(self._dropped), self._budget.spent,
-            self._bench is not None, self._load, tuple(notes), self._source,
+            self._bench is not None, self._load, tuple(notes), self._source, tuple(self._undecided),
         )  # fmt: skip
 
     @property

@@ -2,7 +2,7 @@
 
 Another process measures and solves (`weft.autosearch.background_search`). It may use the device only while the gate is
 open, so the engine's loop never waits for it. The engine then prepares the pipelines between iterations, and compares
-each with the serial plan in a `Trial`. Whatever fails, the serial plan serves on.
+each with the serial plan in a `Trial`. If a part of it fails, the serial plan serves on.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Recorder:
     def __init__(self, write: Callable[[Trials], None]) -> None:
         self._write = write
         self._jobs: queue.SimpleQueue[Trials] = queue.SimpleQueue()
-        self.outcome: str | None = None  # Of the last record: "" once it is on the disk, or why it is not.
+        self.outcome: str | None = None  # "" once the last record is on the disk, or why it is not.
         self._thread: threading.Thread | None = None
 
     def record(self, trials: Trials) -> None:
@@ -153,7 +153,7 @@ class PlanSearch(Listener):
         self._attempts = 0
         self._opened = 0.0  # Seconds for which the gate was open.
         self._open_since = 0.0
-        self._before = Spent(0.0)  # Of processes that have ended.
+        self._before = Spent(0.0)  # By processes that have ended.
         self._spent = Spent(0.0)
         self._plan: Plan | None = None
         self._preparation: Preparation | None = None

@@ -249,7 +249,7 @@ EVENTS = st.sampled_from(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(EVENTS, max_size=60), st.sampled_from(["idle", "now"]), st.booleans())
-def test_whatever_happens_requests_and_the_budget_come_first(events: list[str], mode: str, disk: bool) -> None:
+def test_in_any_order_of_events_requests_come_first(events: list[str], mode: str, disk: bool) -> None:
     """The gate is closed whenever a request is open, the model sleeps or nothing searches; final states are final; no
     pipeline runs before the disk knows; at most two processes end without a result."""
     rig = Rig(mode)
