@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         if arguments.file is None:
+            if arguments.svg is not None or arguments.model is not None:
+                raise ConfigError("--svg and --model need a plan: give its FILE")
             _list_found()
             return 0
         plan = load_plan(arguments.file)

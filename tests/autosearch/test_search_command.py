@@ -257,7 +257,7 @@ def test_show_names_an_unknown_model(plan: Plan, tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().out.count("not checked, because no preset has these shapes") == 1
 
 
-@pytest.mark.parametrize("arguments", [["/nowhere.json"], [], ["--sgv", "x", "y"]])
+@pytest.mark.parametrize("arguments", [["/nowhere.json"], ["--model", "demo"], ["--sgv", "x", "y"]])
 def test_show_refuses_in_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
         status = plan_show.main(arguments)
