@@ -11,18 +11,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from test_plan import SPEC, TARGET, two_halves
 
 from weft.autosearch import plan_show
+from weft.engine.config import EngineConfig, Share
+from weft.engine.errors import ConfigError
 from weft.engine.plans import found as found_plans
 from weft.engine.plans.choose import choose_plan
 from weft.engine.plans.found import MOST_BEGUN, FoundPlans, Trials, Verdict, kept_plan
 from weft.engine.plans.plan import Plan, model_key
 from weft.engine.plans.trial import LEAST, LOOKS, MOST_LOST, Trial, Work, planned
 from weft.engine.runner.device.preparation import Preparation, Stage
+from weft.engine.runner.options import plan_search as search_options
+from weft.engine.runner.options.plan_search import searches
+from weft.engine.runner.options.resolve import resolve
 from weft.engine.scheduling import plan_search
 from weft.engine.scheduling.plan_search import ATTEMPTS, BUDGET_SECONDS, Failed, Found, News, PlanSearch, Spent, State
 from weft.engine.scheduling.search_process import SearchOrder, SearchProcess
@@ -450,3 +456,46 @@ def test_a_process_is_ended_without_waiting_for_it(tmp_path: Path, monkeypatch: 
     process.stop()
     assert sys.executable
     assert plan_search.POLL_SECONDS <= 0.1
+
+
+# -- the option
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "cpu"}, "--search idle: plans need a GPU"),
+        ({"device": "cpu", "search": "now"}, "--search now: plans need a GPU"),
+    ],
+)
+def test_a_search_that_cannot_run_is_refused_in_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(EngineConfig(**{"search": "idle", **options}), SPEC)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "has not been tested on a GPU yet"),
+        ({"plan": "serial"}, "--plan serial excludes a plan"),
+        ({"enforce_eager": True}, "leave out --enforce-eager"),
+        ({"batch_invariant": True}, "--batch-invariant"),
+        ({"share": Share(sharers=2)}, "several engines share this GPU"),
+        ({"search": "off"}, ""),
+    ],
+)
+def test_options_that_exclude_a_search_are_named(options: dict[str, Any], message: str) -> None:
+    config = EngineConfig(**{"search": "idle", **options})
+    bf16 = torch.bfloat16
+    if not message:
+        assert not searches(config, SPEC, bf16, bf16, "triton", cuda=True, planned=False)
+        return
+    with pytest.raises(ConfigError, match=message):
+        searches(config, SPEC, bf16, bf16, "triton", cuda=True, planned=False)
+
+
+def test_an_engine_with_a_plan_searches_for_none(monkeypatch: Any) -> None:
+    monkeypatch.setattr(search_options, "RUNS_ON_GPUS", True)
+    config, bf16 = EngineConfig(search="idle"), torch.bfloat16
+    assert not searches(config, SPEC, bf16, bf16, "triton", cuda=True, planned=True)
+    assert searches(config, SPEC, bf16, bf16, "triton", cuda=True, planned=False)
