@@ -34,7 +34,8 @@ class Harness:
 
     def add(
         self, prompt: Sequence[int] | np.ndarray, salt: str = "", priority: int = 0, adapter: str = "",
-        images: Sequence[Image] = (), tenant: int = 0, max_drafts: int | None = None, **params: Any,
+        images: Sequence[Image] = (), tenant: int = 0, max_drafts: int | None = None,
+        prediction: Sequence[int] = (), **params: Any,
     ) -> int:  # fmt: skip
         handle = len(self.tokens)
         self.engine.add(
@@ -48,6 +49,7 @@ class Harness:
                 images=tuple(images),
                 tenant=tenant,
                 max_drafts=max_drafts,
+                prediction=np.asarray(prediction, np.int32).tobytes(),
             )
         )
         self.tokens[handle] = []

@@ -93,14 +93,17 @@ def _matrix_of_expert(model: Any, module: str, names: tuple[str, str, str]) -> t
 
 def save_adapter(
     path: Path, model: Any, *, seed: int = 0, rank: int = 4, alpha: float = 8, names: str = LINEAR,
-    strength: float = 0.3, experts: tuple[str, str, str] | None = None, **config: Any,
+    strength: float = 0.3, experts: tuple[str, str, str] | None = None, within: str = "", **config: Any,
 ) -> Path:  # fmt: skip
     """Write a random adapter. No matrix is zero, so that an adapter that does nothing fails. Fields of `config` go into
-    adapter_config.json; experts: see `expert_projections`."""
+    adapter_config.json; experts: see `expert_projections`; within: in the name of every
+    changed module."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     shapes = projections(model, names) | ({} if experts is None else expert_projections(model, experts))
     for name, (out, inner) in shapes.items():
+        if within not in name:
+            continue
         own = rank_of(config, name, rank)
         a = torch.randn(own, inner, generator=generator) / math.sqrt(inner)
         b = torch.randn(out, own, generator=generator) * strength

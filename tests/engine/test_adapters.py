@@ -259,3 +259,51 @@ def test_an_adapter_is_in_use_while_a_request_of_it_waits_for_its_grammar(llama:
     kept[9] = _Waiting(request, "", None, 0.0)
     assert engine.adapters._open_requests() == {number: 1}
     kept.clear()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["llama2", "qwen2-moe"])
+@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"quantization": "fp8", "tensor_parallel_size": 2}])
+def test_over_an_fp8_base_an_adapter_is_as_near_to_its_merged_model_as_the_base_to_itself(
+    tiny_model: Made, tmp_path: Path, family: str, options: dict[str, Any]
+) -> None:
+    path, names = tiny_model(family), OF_EXPERTS.get(family)
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    paths = {name: save_adapter(tmp_path / name, base, seed=i, experts=names) for i, name in enumerate(("one", "two"))}
+    models = [base, *merged(base, paths.values(), names)]
+    harness = Harness(path, lora_modules=_modules(paths), **{**OPTIONS, **options})
+    prompt = np.random.default_rng(1).integers(3, 199, 40)
+    digests = ["", *map(adapter_digest, paths.values())]
+    handles = [harness.add(prompt, adapter=d, max_tokens=1, prompt_logprobs=1, **GREEDY) for d in digests]
+    harness.run()
+    ids = torch.from_numpy(prompt)
+    with torch.inference_mode():
+        scores = [model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0] for model in models]
+    for i, handle in enumerate(handles):
+        found = torch.tensor([entry.values[0] for entry in harness.prompt_logprobs[handle]])
+        errors = [float((found - score).abs().mean()) for score in scores]
+        assert min(errors) == errors[i]
+        assert errors[i] < 1 < sorted(errors)[1]
+    harness.engine.close()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("speculation", ["ngram", "suffix"])
+def test_drafts_are_verified_with_the_adapter(llama: Any, speculation: str) -> None:
+    path, paths, models = llama
+    harness = Harness(path, lora_modules=_modules(paths), speculation=speculation, **OPTIONS)
+    digests = ["", *map(adapter_digest, paths.values())]
+    rng = np.random.default_rng(9)
+    prompt = rng.integers(3, 199, 12)
+    answers: list[list[int]] = [[], [], []]
+    for _ in range(2):  # the second time each answer is predicted, but for its beginning, which is another adapter's
+        predictions = [answers[2][:10] + own[10:] for own in answers]
+        handles = [
+            harness.add(prompt, adapter=digest, max_tokens=40, prediction=prediction, **GREEDY)
+            for digest, prediction in zip(digests, predictions, strict=True)
+        ]
+        harness.run()
+        answers = [harness.tokens[handle] for handle in handles]
+        for handle, model in zip(handles, models, strict=True):
+            _check(harness, handle, prompt, model)
+    assert sum(harness.engine.stats().speculation.accepted_tokens.values()) > 0
