@@ -138,11 +138,14 @@ class Engine:
 
     def _scheduler_of(self, pool: PagePool) -> Scheduler:
         config, resolved = self.config, self.resolved
-        if resolved.drafting is not None and self._vision is not None:
-            # Verified decodes of requests with images are not tested.
-            if config.speculation != "auto":
-                raise ConfigError("speculation does not support models that take images yet: leave it out")
-            resolved = self.resolved = replace(resolved, drafting=None)
+        if (drafting := resolved.drafting) is not None and self._vision is not None:
+            if drafting.model is not None:
+                raise ConfigError("a model cannot draft for one that takes images yet: use --speculation suffix")
+            # Verified decodes of requests with images are not tested on GPUs.
+            if resolved.device.type == "cuda" and config.speculation != "auto":
+                raise ConfigError("speculation does not support models that take images on a GPU yet: leave it out")
+            if resolved.device.type == "cuda":
+                resolved = self.resolved = replace(resolved, drafting=None)
         slots = SlotTable(
             resolved.max_num_seqs, resolved.max_model_len, config.page_size, self.spec.kv_window, resolved.states.pages
         )

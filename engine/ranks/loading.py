@@ -62,8 +62,8 @@ class Loading:
         self.vision = served_vision(read_config(path), self.spec, config, self.resolved)  # None: text only.
         if self.vision is not None and self.resolved.adapter_slots:
             raise ConfigError("LoRA adapters do not run on a GPU for a model that takes images; use --device cpu")
-        if self.vision is not None and config.speculation == "auto":
-            self.resolved = replace(self.resolved, drafting=None)  # not tested with images
+        if self.vision is not None and config.speculation == "auto" and self.resolved.device.type == "cuda":
+            self.resolved = replace(self.resolved, drafting=None)  # not tested with images there
         self.model_id = self._model_id()
 
     def run(self, phases: Phases, exchange: WeightExchange | None, store: StoreFile | None) -> Loaded:

@@ -410,6 +410,27 @@ def test_an_engine_that_cannot_serve_images_says_so_and_refuses_them(
     served.serve([make.prompt(make.text(9))])
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("make", [kind for kind in KINDS if not kind.startswith("qwen3.5")], indirect=True)
+@pytest.mark.parametrize("right", [True, False])
+def test_drafts_after_pictures_are_verified(make: Maker, right: bool) -> None:
+    prompts = make.prompts()
+    served = make.engine()
+    served.serve(prompts, 20)
+    drafting = make.engine(speculation="suffix" if right else "auto")
+    handles = []
+    for number, prompt in enumerate(prompts):
+        tokens = served.harness.tokens[number]
+        told = tokens if right else [token for two in tokens for token in (two, 5)]
+        more: dict[str, Any] = {"max_tokens": 20, "logprobs": 0, "prediction": [7, *told], **GREEDY}
+        handles.append(drafting.harness.add(prompt.ids, images=prompt.images, **more))
+    drafting.harness.run()
+    for handle, prompt in zip(handles, prompts, strict=True):
+        drafting.check(prompt, handle)
+    if right:
+        assert sum(drafting.harness.engine.stats().speculation.accepted_tokens.values()) > 20
+
+
 @pytest.mark.parametrize("make", ["qwen3-vl"], indirect=True)
 def test_after_sleep_pictures_are_encoded_again(make: Maker) -> None:
     served = make.engine(share={"pixels": str(make.shelf.directory), "sleeps": True})
