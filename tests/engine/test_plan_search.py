@@ -371,7 +371,7 @@ def test_only_pipelines_that_won_serve_at_the_next_start(tmp_path: Path) -> None
     assert kept.periods == PLAN.periods[1:]
     found.save(replace(PLAN, made="again"))
     assert found.trials().verdicts == {}  # of another plan
-    for other in ({"gpu": "H100"}, {"kernels": "abd"}, {"dtype": "float16"}, {"model": "x"}, {"sms": 114}):
+    for other in ({"gpu": "H100"}, {"kernels": "bda"}, {"dtype": "float16"}, {"model": "x"}, {"sms": 114}):
         assert kept_plan(tmp_path, replace(TARGET, **other)) is None
 
 
