@@ -146,10 +146,9 @@ class _Modules:
 
         modules: possible names of the module that has it. Shapes say which tensor matrices are for."""
         for module in modules:
-            for pair in self._stacked.get(module, []):
-                a, b = pair
+            for place, (a, b) in enumerate(self._stacked.get(module, [])):
                 if a.dim() == b.dim() == 2 and (len(b), a.shape[1]) == (out, inner):
-                    self._stacked[module].remove(pair)
+                    del self._stacked[module][place]
                     b = b * self._checked(f"{module}.{tensor}", a, b, count)
                     # Rows of A are in the order of experts, columns of B in that of components.
                     rank = len(a) // count

@@ -16,6 +16,8 @@ from weft.engine.model.quantization import of_modelopt_file
 from weft.engine.model.spec import ModelSpec
 
 _OFF = frozenset({"sliding_window", "attn_logit_softcapping", "final_logit_softcapping"})  # Null means none.
+WRONG_KIND = (AttributeError, OverflowError, TypeError, ValueError)
+"""Errors of reading a value that is a string, a list or infinite where another kind is expected."""
 MODELOPT = "hf_quant_config.json"  # File in which ModelOpt describes its quantization, if not in `config.json`.
 
 
@@ -30,7 +32,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path.parent} has no {path.name}: it is not a Hugging Face model directory") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} is not a JSON object")
@@ -76,11 +78,11 @@ def read_spec(path: Path) -> ModelSpec:
 
     Raises `ModelError`, one line, for a missing or malformed file or an unsupported architecture or option."""
     config = read_config(path)
-    family = family_of((config.get("architectures") or ["(none)"])[0])
     try:
+        family = family_of((config.get("architectures") or ["(none)"])[0])
         spec = family.spec(_without_nulls(config))
     except KeyError as error:
         raise ModelError(f"{path / 'config.json'} lacks {error.args[0]}") from None
-    except (TypeError, ValueError) as error:
+    except WRONG_KIND as error:
         raise ModelError(f"{path / 'config.json'} has a value of the wrong kind: {error}") from None
     return replace(spec, eos_token_ids=eos_ids(path, config, spec.vocab_size))

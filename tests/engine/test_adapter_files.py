@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lora_files import save_adapter
+from lora_files import save_adapter, save_stacked
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -134,6 +134,31 @@ def test_an_adapter_that_cannot_be_served_is_refused(model: Path, tmp_path: Path
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 500
+
+
+def test_stacked_matrices_of_experts_may_come_in_either_order(tmp_path: Path) -> None:
+    """PEFT wraps the module once for each tensor, in the order in which the tensors are named."""
+    from tiny import save_tiny
+
+    model = save_tiny("qwen3-moe", tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    path = save_stacked(tmp_path / "adapter", base)
+    _, expected = _read(model, path)
+
+    def swap(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if ".experts." in name]:
+            inner, outer = ".experts.base_layer.", ".experts."
+            here, there = (inner, outer) if inner in name else (outer, inner)
+            tensors[f"{name.replace(here, there)}!"] = tensors.pop(name)
+        for name in [name for name in tensors if name.endswith("!")]:
+            tensors[name[:-1]] = tensors.pop(name)
+
+    _tensors(swap)(path)
+    _, found = _read(model, path)
+    assert [layer.keys() for layer in found.layers] == [layer.keys() for layer in expected.layers]
+    for layer, other in zip(found.layers, expected.layers, strict=True):
+        for name, parts in layer.items():
+            assert all(torch.equal(a.a, b.a) and torch.equal(a.b, b.b) for a, b in zip(parts, other[name], strict=True))
 
 
 def test_harmless_fields_change_nothing(model: Path, tmp_path: Path) -> None:

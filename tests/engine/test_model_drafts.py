@@ -19,13 +19,16 @@ from hypothesis import strategies as st
 from list_device import VOCAB, ListEngine, next_token
 from safetensors.torch import load_file, save_file
 
-from weft.engine.config import EngineConfig
+from weft.engine.config import EngineConfig, Share
 from weft.engine.config.speculation import DraftOptions
 from weft.engine.demo import MODEL_PATH
 from weft.engine.errors import WeftError
 from weft.engine.memory.kv_layout import KvLayout
+from weft.engine.model.directory import read_spec
 from weft.engine.runner.cpu.cpu_runner import CpuRunner
 from weft.engine.runner.iteration.batch import UNDRAFTED, Batch, StepResult
+from weft.engine.runner.options import footprint
+from weft.engine.runner.options.resolve import resolve
 from weft.engine.scheduling.model_drafter import ModelDrafter
 from weft.engine.scheduling.slots import SlotTable
 from weft.tools.demo.network import Network, Shape
@@ -263,6 +266,23 @@ def test_pages_of_another_drafter_are_not_used(heads: dict[str, Path], tmp_path:
     assert len(ids) == 3
 
 
+def test_engines_that_share_weights_leave_memory_for_a_drafter_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footprint, "memory_bytes", lambda _: 2**30)
+    spec = read_spec(MODEL_PATH)
+
+    def pool_bytes(engines: int) -> int:
+        share = Share(sharers=engines, weight_sharers=engines)
+        found = resolve(EngineConfig(
+            model=str(MODEL_PATH), device="cpu", dtype="float32", page_size=8, max_num_seqs=4096, share=share,
+            speculative_config=drafting("draft_model", MODEL_PATH),
+        ), spec)  # fmt: skip
+        assert found.num_pages is not None
+        return engines * found.num_pages * found.kv.page_bytes
+
+    less = pool_bytes(1) - pool_bytes(3)
+    assert less == pytest.approx(2 * spec.weight_bytes(4), rel=0.05)
+
+
 HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "vocabulary": ({"vocab_size": 2049}, "vocabulary of 2049 tokens, the model has 2048"),
     "width": ({"target_hidden_size": 512}, "states of 512 values, the model has 256"),
@@ -272,6 +292,8 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "kind": ({"speculators_model_type": "dflash"}, "dflash is not an EAGLE-3 head"),
     "lacking": ({"hidden_size": None}, "lacks hidden_size"),
     "wrong": ({"hidden_size": "big"}, "value of the wrong kind"),
+    "text": ({"eagle_config": "big"}, "value of the wrong kind"),
+    "endless": ({"draft_vocab_size": float("inf")}, "value of the wrong kind"),
     "bias": ({"attention_bias": True}, "heads with biases"),
 }
 

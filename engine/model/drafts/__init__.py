@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 from weft.engine.config.speculation import DraftOptions, Method
 from weft.engine.errors import ModelError
+from weft.engine.model.directory import WRONG_KIND
 from weft.engine.model.drafts import draft_model, eagle3
 from weft.engine.model.drafts.spec import DraftSpec, Target
 
@@ -29,5 +30,5 @@ def read_draft(options: DraftOptions, target: Target) -> DraftSpec | None:
         return _READERS[options.method](options.model, target)
     except KeyError as error:
         raise ModelError(f"{options.model / 'config.json'} lacks {error.args[0]}") from None
-    except (TypeError, ValueError) as error:
+    except WRONG_KIND as error:
         raise ModelError(f"{options.model / 'config.json'} has a value of the wrong kind: {error}") from None

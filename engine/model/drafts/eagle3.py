@@ -76,8 +76,8 @@ class Eagle3Head:
 
 
 def read_eagle3(path: Path, target: Target) -> Eagle3Head:
-    """Read a head's `config.json`. Raises `ModelError`, one line, if it does not fit the target; `KeyError`,
-    `TypeError` or `ValueError` if it is malformed."""
+    """Read a head's `config.json`. Raises `ModelError`, one line, if it does not fit the target; `KeyError`
+    or one of `WRONG_KIND` if it is malformed."""
     config = read_json(path / "config.json")
     named = (config.get("architectures") or ["(none)"])[0]
     if config.get("speculators_model_type", "eagle3") != "eagle3" or (

@@ -125,7 +125,7 @@ class Family:
 
     def spec(self, config: Config) -> ModelSpec:
         """Read a config, except its end tokens. Raises `ModelError` for an unsupported option;
-        `KeyError`, `TypeError` or `ValueError` for a malformed config."""
+        `KeyError` or one of `directory.WRONG_KIND` for a malformed config."""
         architecture = config["architectures"][0]
         text = config.get("text_config") or {}  # of a multimodal model
         kind = str(text.get("model_type"))

@@ -177,7 +177,8 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     if draft is not None:
         own = draft.layer
         kv = replace(kv, drafts=(len(own.kv_heads), own.num_kv_heads, own.head_dim))
-        draft_bytes = own.weight_bytes(dtype.itemsize)
+        # Engines that share the model's weights have a copy of these each.
+        draft_bytes = own.weight_bytes(dtype.itemsize) * config.share.weight_sharers
     planned = cuda and spec.native
     if not planned:
         _check_plan(config)
