@@ -49,6 +49,8 @@ class SleepManager:
         self._outlasted: Counter[int] = Counter()  # by model: times that its requests took too long for it to sleep
         self._woke: dict[int, float] = {}
         """When a model woke for which no request waited any more. It has no request yet."""
+        self._deepening = [asyncio.Lock() for _ in names]
+        """Held while an operator moves a sleeping model to level 2."""
         self._work: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._begun = asyncio.Event()
@@ -133,8 +135,9 @@ class SleepManager:
         if not level and self.policy.sleep_states[model] is SleepState.PAUSED:
             return ""
         if level and self.policy.sleep_states[model] is SleepState.ASLEEP:
-            for engine in self._engines[model]:
-                await engine.sleep(level)
+            async with self._deepening[model]:
+                for engine in self._engines[model]:
+                    await engine.sleep(level)
             return ""
         if not self.policy.begin_sleep(model):
             return f"{name} is {self.policy.sleep_states[model].word.replace('_', ' ')}"
@@ -185,7 +188,8 @@ class SleepManager:
         doubled = inf if outlasted > MAX_DOUBLED else self._patience * 2**outlasted
         if not await self._idle(model, doubled if patience is None else patience):
             if patience is None:
-                self._cancel_sleep(model)
+                if self.policy.sleep_states[model] is not SleepState.DEAD:
+                    self._cancel_sleep(model)
                 return
             self._broadcast(Interrupt(model))
             await self._idle(model, LAST_ANSWERS)
@@ -218,6 +222,8 @@ class SleepManager:
     async def _wake(self, model: int) -> None:
         name, begun = self._names[model], time.monotonic()
         self._publish(model)
+        async with self._deepening[model]:  # or an engine would be stopped while it wakes
+            pass
         woken = await asyncio.gather(*(engine.wake() for engine in self._engines[model]))
         serves, engines = self._serves, self._engine_numbers[model]
         while any(woken) and not any(map(serves, engines)) and self.policy.sleep_states[model] is SleepState.WAKING:

@@ -94,7 +94,7 @@ class WakePolicy:
                 self.sleep_states[model] = SleepState.WAKING
                 found.append(WakeMove(model))
                 continue
-            if not self._fits(model, [m for m, s in enumerate(self.sleep_states) if s is SleepState.PAUSED]):
+            if self._needs_operator(model):
                 continue
             while not self._fits(model, self._staying()):
                 free = [m for m, s in enumerate(self.sleep_states) if s is SleepState.AWAKE and m not in expected]
@@ -105,6 +105,10 @@ class WakePolicy:
                 found.append(SleepMove(least))
             break
         return found
+
+    def _needs_operator(self, model: int) -> bool:
+        """Return whether paused models keep this one asleep."""
+        return not self._fits(model, [m for m, s in enumerate(self.sleep_states) if s is SleepState.PAUSED])
 
     def _staying(self) -> list[int]:
         return [m for m in self._resident() if self.sleep_states[m] is not SleepState.FALLING_ASLEEP]
@@ -124,13 +128,15 @@ class WakePolicy:
     def resumed(self, model: int) -> None:
         assert self.sleep_states[model] is SleepState.PAUSED
         self.sleep_states[model] = SleepState.AWAKE
+        self._leave_line(model)
 
     def sleep_cancelled(self, model: int) -> int | None:
         """Keep a model awake if its requests take too long. Returns the model that therefore stays asleep, if any."""
         assert self.sleep_states[model] is SleepState.FALLING_ASLEEP
         self.sleep_states[model] = SleepState.AWAKE
         self._leave_line(model)
-        loser = next((m for m in self.wanted if self.sleep_states[m] is SleepState.ASLEEP), None)
+        asleep = (m for m in self.wanted if self.sleep_states[m] is SleepState.ASLEEP)
+        loser = next((m for m in asleep if not self._needs_operator(m)), None)
         if loser is not None:
             self.cancel_wake(loser)
         return loser

@@ -234,6 +234,56 @@ async def test_a_model_that_wakes_after_its_clients_were_refused_stays_awake_unt
         assert await made.manager.wake(0) == "", "a request waited, so it has had its turn"
 
 
+async def test_a_model_that_dies_while_it_falls_asleep_harms_no_other_if_its_clients_keep_their_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with daemon([0.5, 0.5, 1.0]) as made, asyncio.timeout(60):
+        late = asyncio.Event()
+
+        async def idle(model: int, _: float) -> bool:
+            if model == 0:
+                await late.wait()
+            return model != 0
+
+        monkeypatch.setattr(made.manager, "_idle", idle)
+        waking = asyncio.create_task(made.manager.wake(2))
+        await until(lambda: made.sleep_state[0] is SleepState.FALLING_ASLEEP)
+        made.manager.died(0)
+        late.set()
+        assert await waking == ""
+        await until(lambda: not made.manager._work)
+        assert made.sleep_state == [SleepState.DEAD, SleepState.ASLEEP, SleepState.AWAKE]
+        assert await made.manager.wake(1) == ""
+
+
+async def test_a_model_wakes_once_an_operator_has_put_it_to_deeper_sleep() -> None:
+    async with daemon([1.0]) as made:
+        assert await made.manager.sleep(0, 1, 0) == ""
+        begun, ends, woken = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        class Slow(Engine):
+            async def sleep(self, level: int) -> int:
+                begun.set()
+                await ends.wait()
+                return await super().sleep(level)
+
+            async def wake(self) -> bool:
+                woken.set()
+                return await super().wake()
+
+        engine = Slow(awake=False)
+        made.manager._engines = [[engine]]  # type: ignore[list-item]
+        deeper = asyncio.create_task(made.manager.sleep(0, 2, 0))
+        await begun.wait()
+        waking = asyncio.create_task(made.manager.wake(0))
+        await until(lambda: made.sleep_state != [SleepState.ASLEEP])
+        await asyncio.sleep(0.05)
+        assert not woken.is_set()
+        ends.set()
+        assert await asyncio.gather(deeper, waking) == ["", ""]
+        assert engine.level == 0
+
+
 async def test_an_operator_ends_requests_after_the_given_time() -> None:
     async with daemon([0.5, 0.5]) as made:
         made.opens(0, 3)

@@ -182,6 +182,31 @@ def test_a_model_that_only_a_paused_one_keeps_asleep_blocks_no_other() -> None:
     assert policy.moves([0.0] * 4) == [SleepMove(0), SleepMove(3)]
 
 
+def test_long_requests_refuse_the_model_that_waited_for_them_not_one_that_a_paused_model_blocks() -> None:
+    policy = WakePolicy([0.5, 0.5, 1.0, 0.5])
+    assert policy.begin_sleep(0)
+    policy.paused(0)
+    policy.request_wake(2)
+    policy.request_wake(3)
+    assert policy.moves([0.0] * 4) == [SleepMove(1)]
+    assert policy.sleep_cancelled(1) == 3
+    assert list(policy.wanted) == [2]
+
+
+def test_a_model_that_is_resumed_leaves_the_line() -> None:
+    policy = WakePolicy([1.0, 1.0])
+    assert policy.begin_sleep(0)
+    policy.request_wake(1)
+    policy.request_wake(0)
+    policy.paused(0)
+    policy.resumed(0)
+    assert policy.moves([0.0] * 2) == [SleepMove(0)]
+    policy.slept(0)
+    assert policy.moves([0.0] * 2) == [WakeMove(1)]
+    policy.woke(1)
+    assert policy.moves([0.0] * 2) == [], "no request waits for the first model"
+
+
 def test_a_model_that_stays_asleep_for_long_requests_keeps_its_place_in_line() -> None:
     policy = WakePolicy([1.0, 1.0, 1.0])
     policy.request_wake(2)
