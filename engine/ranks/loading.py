@@ -63,7 +63,8 @@ class Loading:
         if self.vision is not None and self.resolved.adapter_slots:
             raise ConfigError("LoRA adapters do not run on a GPU for a model that takes images; use --device cpu")
         if self.vision is not None and config.speculation == "auto" and self.resolved.device.type == "cuda":
-            self.resolved = replace(self.resolved, drafting=None)  # not tested with images there
+            notice("--speculation auto is off: on a GPU, it was not tested with images")
+            self.resolved = replace(self.resolved, drafting=None)
         self.model_id = self._model_id()
 
     def run(self, phases: Phases, exchange: WeightExchange | None, store: StoreFile | None) -> Loaded:

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from vision_models import KINDS, MEAN, STD, Picture, Prompt, oracle_logits, prompt_of, write_checkpoint
 
@@ -408,6 +409,18 @@ def test_an_engine_that_cannot_serve_images_says_so_and_refuses_them(
     with pytest.raises(RequestError, match="takes text only here"):
         served.harness.add(prompt.ids, images=prompt.images)
     served.serve([make.prompt(make.text(9))])
+
+
+def test_only_families_that_were_right_on_a_gpu_run_there() -> None:
+    there = set()
+    for name, kind in KINDS.items():
+        config = kind.config()
+        model = AutoModelForImageTextToText._model_mapping[type(config)].__name__
+        vision = vision_of(json.loads(config.to_json_string(use_diff=False)) | {"architectures": [model]})
+        assert vision is not None
+        if not (vision.cpu_only or vision.bidirectional):
+            there.add(name)
+    assert there == {"idefics3", "smolvlm", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "mistral3"}
 
 
 @pytest.mark.nightly

@@ -6,7 +6,7 @@ A LLaVA with Pixtral's tower is a Mistral 3 that merges no patches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 from typing import TYPE_CHECKING, Any, Self
 
@@ -121,7 +121,8 @@ class Llava(Vision):
 class Pixtral(Mistral3):
     @classmethod
     def of(cls, config: dict[str, Any]) -> Self:
-        return super().of({"vision_feature_layer": -2, **config, "spatial_merge_size": 1})
+        read = super().of({"vision_feature_layer": -2, **config, "spatial_merge_size": 1})
+        return replace(read, cpu_only=True)
 
     def project(self, projector: Any, selected: Tensor, sizes: Any) -> Tensor:  # noqa: ARG002 (nothing is merged)
         projected: Tensor = projector(selected)
