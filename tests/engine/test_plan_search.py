@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,12 +23,11 @@ from weft.engine.plans import found as found_plans
 from weft.engine.plans.choose import choose_plan
 from weft.engine.plans.found import MOST_BEGUN, FoundPlans, Trials, Verdict, kept_plan
 from weft.engine.plans.plan import Plan, model_key
-from weft.engine.plans.trial import LEAST, LOOKS, MOST_LOST, Trial, Work, planned
+from weft.engine.plans.trial import LOOKS, MOST_LOST, Trial, Work, planned
 from weft.engine.runner.device.preparation import Preparation, Stage
 from weft.engine.runner.options import plan_search as search_options
 from weft.engine.runner.options.plan_search import searches
 from weft.engine.runner.options.resolve import resolve
-from weft.engine.scheduling import plan_search
 from weft.engine.scheduling.plan_search import ATTEMPTS, BUDGET_SECONDS, Failed, Found, News, PlanSearch, Spent, State
 from weft.engine.scheduling.search_process import SearchOrder, SearchProcess
 from weft.engine.wire.search_gate import SearchGate
@@ -350,7 +348,6 @@ def test_a_trial_without_pairs_ends() -> None:
         trial.launched(step, Work(512, 2000 + 100 * (step % 2)))
         trial.ended(step, 0.05)
     assert trial.kept is False
-    assert LEAST > 0
 
 
 # -- the files
@@ -454,8 +451,6 @@ def test_a_process_is_ended_without_waiting_for_it(tmp_path: Path, monkeypatch: 
     process.stop()
     _until(lambda: process._process.poll() is not None)
     process.stop()
-    assert sys.executable
-    assert plan_search.POLL_SECONDS <= 0.1
 
 
 # -- the option

@@ -77,13 +77,14 @@ class Pipelines:
         self._enabled.add(id(pipeline))
 
     def replace_plan(self, plan: Plan) -> None:
-        """Use a plan found while serving, whose pipelines must be enabled one by one. Raises `ConfigError` if it has
-        more nano-batches than `nano_batches`."""
+        """Use a plan found while serving, whose pipelines must be enabled one by one, and run none before `ask`. Raises
+        `ConfigError` if it has more nano-batches than `nano_batches`."""
         planned = {id(p): Pipeline(p, self._spec) for p in plan.periods}
         if (most := max(len(p.nano_batches) for p in planned.values())) > self.nano_batches:
             raise ConfigError(f"a pipeline has {most} nano-batches, more than {self.nano_batches}: restart to use it")
         self._enabled.clear()
         self._plan, self._planned = plan, planned
+        self.ask(lambda *_: False)
 
     def ask(self, chooses: Callable[[int, Batch], bool]) -> None:
         """From now on run an enabled pipeline only for iterations for which `chooses`, given its number in the plan,
