@@ -100,8 +100,10 @@ def only(tokens: list[int], what: str) -> int:
     return tokens[0]
 
 
-def side(size: dict[str, Any], *names: str) -> int:
-    """The first given of several names of a size."""
+def side(size: dict[str, Any] | int, *names: str) -> int:
+    """The first given of several names of a size. Older files have a number alone."""
+    if isinstance(size, int):
+        size = {names[-1]: size}
     for name in names:
         if isinstance(value := size.get(name), int) and value > 0:
             return value

@@ -43,7 +43,7 @@ def rule_of(config: dict[str, Any], preprocessor: dict[str, Any] | None, encode:
         raise ValueError("there is no preprocessor_config.json")
     try:
         return rule(config, preprocessor, encode)
-    except (KeyError, TypeError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"its configuration lacks a value or has one of another type: {error}") from error
 
 
@@ -53,7 +53,7 @@ def serves_images(folder: Path) -> bool:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError):
         return False
-    return isinstance(config, dict) and config.get("model_type") in _RULES and "vision_config" in config
+    return isinstance(config, dict) and str(config.get("model_type")) in _RULES and "vision_config" in config
 
 
 def read_preprocessor(folder: Path) -> dict[str, Any] | None:

@@ -222,3 +222,10 @@ def test_models_without_a_rule_or_with_odd_files() -> None:
         rule_of(config, {"patch_size": 14}, list)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="lacks"):
         rule_of({"model_type": "smolvlm", "image_token_id": 1, "vision_config": {}}, {}, list)  # type: ignore[arg-type]
+    square = {"model_type": "llava", "image_token_id": 1, "vision_config": {"image_size": 28, "patch_size": 14}}
+    older = rule_of(square, {"crop_size": 28, "size": 28}, list)  # type: ignore[arg-type]
+    assert older is not None
+    assert older.plan(40, 50).num_tokens == 4
+    for damage in ("a word", {"image_size": 28, "patch_size": 0}):
+        with pytest.raises(ValueError, match="of another type"):
+            rule_of({**square, "vision_config": damage}, {"size": 28}, list)  # type: ignore[arg-type]

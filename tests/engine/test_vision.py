@@ -24,9 +24,9 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from vision_models import KINDS, MEAN, STD, Picture, Prompt, oracle_logits, prompt_of, write_checkpoint
 
-from weft.engine.errors import RequestError
+from weft.engine.errors import ModelError, RequestError
 from weft.engine.images.rules import rule_of
-from weft.engine.model.vision import vision_of
+from weft.engine.model.vision import FAMILIES, vision_of
 from weft.engine.model.vision.tower import load_tower
 from weft.engine.wire.messages import AddRequest, Finish, Image
 from weft.engine.wire.page_keys import image_parts, page_keys
@@ -634,6 +634,18 @@ def test_pages_share_keys_only_before_the_first_page_with_another_picture(
         same = [a == b for a, b in zip(own, other, strict=True)]
         shared = min(start // page_size, len(own))
         assert same == [True] * shared + [False] * (len(own) - shared)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_malformed_tower_is_refused_in_one_line(architecture: str) -> None:
+    tower = {"image_size": 336, "patch_size": 14, "deepstack_visual_indexes": 5}
+    damaged: list[Any] = ["a word", [1]]
+    damaged += [tower] if "Qwen" in architecture or "LlavaNext" in architecture else []
+    for each in damaged:
+        config = {"architectures": [architecture], "model_type": "qwen3_vl", "vision_config": each}
+        with pytest.raises(ModelError, match="wrong kind") as error:
+            vision_of({**config, "image_grid_pinpoints": [[float("inf"), 1]]})
+        assert "\n" not in str(error.value)
 
 
 def test_windows_in_one_launch_equal_one_launch_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from weft.engine.errors import ModelError
+from weft.engine.model.directory import WRONG_KIND
 from weft.engine.model.vision.family import Vision
 from weft.engine.model.vision.gemma3 import Gemma3
 from weft.engine.model.vision.idefics3 import Idefics3
@@ -39,4 +41,11 @@ def vision_of(config: dict[str, Any]) -> Vision | None:
     """Return the vision part of a model with this `config.json`, or None if it has none that weft serves. Raises
     `ModelError`."""
     family = FAMILIES.get((config.get("architectures") or [""])[0])
-    return family(config) if family is not None and config.get("vision_config") else None
+    if family is None or not config.get("vision_config"):
+        return None
+    try:
+        return family(config)
+    except KeyError as error:
+        raise ModelError(f"config.json lacks {error.args[0]}") from None
+    except WRONG_KIND as error:
+        raise ModelError(f"config.json has a value of the wrong kind: {error}") from None
