@@ -90,6 +90,9 @@ class Worker:
         else:
             flush_lines()
             os._exit(1)  # the daemon has died, and nothing supervises this process
+        for asked in self._pending.values():  # nothing else will answer them
+            if not asked.done():
+                asked.set_result("the server is shutting down")
         if self._serving is not None:
             self._server.should_exit = True
             await asyncio.wait((self._serving,), timeout=FAREWELL_SECONDS)

@@ -126,9 +126,18 @@ def test_a_sleeping_engine_that_is_killed_returns_on_request(daemon: Daemon, htt
     assert Path(f"/proc/{daemon.children('weft.engine.process')[0]}").exists()
 
 
-def test_the_daemon_exits_with_a_sleeping_model(daemon: Daemon, http: httpx.Client) -> None:
+def test_the_daemon_exits_while_one_model_sleeps_and_requests_wait_for_another(
+    daemon: Daemon, http: httpx.Client
+) -> None:
     assert http.post("/admin/sleep", json={"model": "b"}, headers=ADMIN).status_code == 200
-    daemon.process.send_signal(signal.SIGTERM)
+    with ThreadPoolExecutor() as thread:
+        waiting = thread.submit(http.post, "/v1/chat/completions", json={**QUESTION, "model": "a"})
+        until(lambda: states(http)["a"] == "waking")
+        daemon.process.send_signal(signal.SIGTERM)
+        answer = waiting.result()
+    assert answer.status_code in (200, 503), answer.text  # 200 if it woke before the signal
+    if answer.status_code == 503:
+        assert answer.json()["error"]["code"] in ("draining", "model_asleep")
     assert daemon.process.wait(240) == 0
 
 
