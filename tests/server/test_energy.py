@@ -58,7 +58,7 @@ async def test_without_a_counter_joules_are_null(server: Server) -> None:
 async def test_metrics_include_joules_if_they_are_counted(metered: Server) -> None:
     async def joules() -> dict[str, tuple[float, dict[str, str]]]:
         families = text_string_to_metric_families((await metered.http.get("/metrics")).text)
-        return {s.name: (s.value, s.labels) for f in families for s in f.samples if "joules" in s.name}
+        return {s.name: (s.value, s.labels) for f in families for s in f.samples if s.name.startswith("weft_energy_")}
 
     assert await joules() == {}
     energy = EnergyStats(source="nvml", joules=10.0, idle_joules=4.0, charged=5.5)
