@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -91,40 +95,28 @@ def test_the_fastest_configuration_is_kept_and_serial_plans_use_the_kernels_own(
 
 
 def test_a_short_time_limit_still_measures_every_operation_alone() -> None:
-    bench = SyntheticBench(LLAMA_8B)
-    now = iter(range(1000))
-
-    class Clock:
-        monotonic = staticmethod(lambda: next(now))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.autosearch.profiler.time", Clock)
-        reported: list[tuple[str, int, int]] = []
-        profiler = Profiler(bench, LLAMA_8B, TYPICAL, Grid.coarse(TYPICAL, 132), lambda *step: reported.append(step))
-        profile = profiler.run(target_for(LLAMA_8B), 8)
-        assert reported[-1] == ("out of time", len(reported) - 1, reported[0][2])
-        assert {p.operation for p in profile.points} == set(OPERATIONS)
-        assert not profile.pairs
-        Machine(profile, LLAMA_8B)
-        with pytest.raises(ConfigError, match=r"no time to measure .*down.* in 2 seconds"):
-            Profiler(bench, LLAMA_8B, TYPICAL, Grid.coarse(TYPICAL, 132), lambda *_: None).run(target_for(LLAMA_8B), 2)
+    bench, clock = SyntheticBench(LLAMA_8B), partial(next, count())
+    reported: list[tuple[str, int, int]] = []
+    grid = Grid.coarse(TYPICAL, 132)
+    profiler = Profiler(bench, LLAMA_8B, TYPICAL, grid, lambda *step: reported.append(step), clock=clock)
+    profile = profiler.run(target_for(LLAMA_8B), 8)
+    assert reported[-1] == ("out of time", len(reported) - 1, reported[0][2])
+    assert {p.operation for p in profile.points} == set(OPERATIONS)
+    assert not profile.pairs
+    Machine(profile, LLAMA_8B)
+    with pytest.raises(ConfigError, match=r"no time to measure .*down.* in 2 seconds"):
+        Profiler(bench, LLAMA_8B, TYPICAL, grid, lambda *_: None, clock=clock).run(target_for(LLAMA_8B), 2)
 
 
 def test_remaining_time_goes_to_a_finer_grid() -> None:
     coarse, full = Grid.coarse(TYPICAL, 132), Grid.full(TYPICAL, 132)
-    now = iter(range(1000))
 
-    class Clock:
-        monotonic = staticmethod(lambda: next(now))
-
-    def profiled(budget_s: float, *grids: Grid) -> Profile:
+    def profiled(budget_s: float, *grids: Grid, clock: Callable[[], float] = time.monotonic) -> Profile:
         bench = SyntheticBench(LLAMA_8B)
-        profiler = Profiler(bench, LLAMA_8B, TYPICAL, grids[0], lambda *_: None, *grids[1:])
+        profiler = Profiler(bench, LLAMA_8B, TYPICAL, grids[0], lambda *_: None, *grids[1:], clock=clock)
         return profiler.run(target_for(LLAMA_8B), budget_s)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("weft.autosearch.profiler.time", Clock)
-        some = profiled(400, coarse, full)
+    some = profiled(400, coarse, full, clock=partial(next, count()))
     first, every = profiled(100, coarse), profiled(100, coarse, full)
     assert set(first.points) < set(some.points) < set(every.points)
     assert set(first.pairs) < set(some.pairs) == set(every.pairs)

@@ -121,12 +121,12 @@ def test_the_text_part_of_a_checkpoint_with_images_is_served(
         Qwen3_5ForConditionalGeneration(config).float().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     save_file(load_file(file) | {"mtp.fc.weight": torch.zeros(64, 128)}, file, {"format": "pt"})
-    for impl in ("transformers", "auto"):
+    for impl, refused in (("transformers", 1), ("auto", 0)):  # weft's own layers take the images
         harness = Harness(tmp_path, **{**OPTIONS, "model_impl": impl})
         harness.add([5, 6, 7], max_tokens=2, **GREEDY)
         harness.run()
         lines = capsys.readouterr().err.splitlines()
-        assert len([line for line in lines if "requests with images or audio are refused" in line]) == 1
+        assert len([line for line in lines if "requests with images or audio are refused" in line]) == refused
         assert not [line for line in lines if "not used" in line]
 
 
