@@ -78,7 +78,7 @@ brisk: $(VENV)/.test
 
 # Each client has its own environment, because they need different versions.
 FOREIGN := tests/server/foreign/clients.txt
-DAILY := openai_agents ollama litellm
+DAILY := ollama litellm
 foreign: NAMES :=
 daily: NAMES := $(DAILY)
 foreign daily: $(VENV)/.test

@@ -233,6 +233,7 @@ def test_joules_are_idle_and_iteration_energy() -> None:
     assert run(at([0.0], 20, 10), of=profile(energy=None)).joules is None
 
 
+@pytest.mark.nightly
 def test_routing_keeps_the_prefixes_of_conversations_and_spreads_the_load() -> None:
     """The real router over three engines with real schedulers and prefix indexes, against one engine as large."""
     few = ENGINE._replace(num_pages=900, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=2048)

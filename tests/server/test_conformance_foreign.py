@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent / "foreign"
 BUILT = ROOT / "build" / "clients"
 NIGHTLY = {
     "haystack", "haystack_rerank", "smolagents", "autogen", "outlines", "guidance", "dspy", "cohere", "aider",
-    "langchain", "pydantic_ai", "instructor", "llama_index", "llm",
+    "langchain", "pydantic_ai", "instructor", "llama_index", "llm", "openai_agents",
 }  # fmt: skip
 """ten seconds of a core each; `make clients` runs all, and `make test` installs only the others"""
 LISTED = re.findall(r"^(\w+):", (FOLDER / "clients.txt").read_text(), re.MULTILINE)
