@@ -119,6 +119,7 @@ def test_a_search_without_a_pipeline_names_the_time_limit() -> None:
     assert gantt.summary(plan) == "no pipeline beat the serial plan within the time limit; the serial plan runs"
 
 
+@pytest.mark.nightly
 def test_ctrl_c_writes_the_current_plan(recorded: Profile, model: Path, tmp_path: Path) -> None:
     recorded.save(tmp_path / "profile.json")
     argv = [sys.executable, "-P", "-m", "weft.server", "search", "--model", str(model), "--predict-only"]
