@@ -375,6 +375,27 @@ def test_requests_are_served_while_the_log_cannot_be_written(tmp_path: Path, nam
         assert daemon.process.wait(SECONDS) == 0
 
 
+@pytest.mark.nightly
+def test_requests_are_served_while_the_folder_of_caches_and_log_is_gone(tmp_path: Path) -> None:
+    folder, away = tmp_path / "disk", tmp_path / "away"
+    folder.mkdir()
+    caches = {name: str(folder / name) for name in ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "HF_HOME")}
+    with running(folder, "--log-requests", env=caches) as daemon, httpx.Client(timeout=SECONDS) as http:
+
+        def serve() -> None:
+            body = {"prompt": "a", "max_tokens": 2}
+            assert http.post(f"{daemon.url}/v1/completions", json=body).status_code == 200
+
+        folder.rename(away)
+        try:
+            serve()
+        finally:
+            away.rename(folder)
+        before = daemon.stderr()
+        serve()
+        until(lambda: daemon.stderr() != before)
+
+
 def test_a_hung_disk_does_not_keep_the_daemon_from_ending(tmp_path: Path) -> None:
     try:
         disk = BrokenDisk(tmp_path / "disk", tmp_path / "shim")
