@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -114,6 +116,17 @@ def test_the_wheel_has_the_data_files_of_its_packages() -> None:
         if file.is_file() and file.suffix not in (".py", ".pyc")
     }
     assert there <= packed
+
+
+def test_a_server_starts_without_the_packages_of_any_extra() -> None:
+    lacking = ("PIL", "matplotlib", "opentelemetry.sdk", "ortools", "pynvml", "triton")
+    code = f"""
+import sys
+sys.modules |= dict.fromkeys({lacking})
+import weft.engine.process, weft.engine.engine, weft.server.daemon.worker, weft.server.daemon.daemon
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
 
 
 def test_checkout_commands_are_not_in_the_wheel() -> None:

@@ -103,6 +103,16 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
+async def waiting_in_vain(made: Daemon) -> asyncio.Task[str]:
+    """Return a wake of model 0, for which model 1 does not sleep yet."""
+    back = asyncio.create_task(made.manager.wake(0))
+    await until(lambda: 0 in made.manager.policy.wanted)
+    for _ in range(5):
+        await asyncio.sleep(0.03)
+        assert made.sleep_state[1] is SleepState.AWAKE
+    return back
+
+
 async def test_the_least_recently_used_model_sleeps_for_a_requested_one() -> None:
     async with daemon([0.5, 0.5, 0.5]) as made:
         made.shared_state.used[:] = [2.0, 1.0, 0.0]
@@ -218,11 +228,7 @@ async def test_a_model_that_wakes_after_its_clients_were_refused_stays_awake_unt
     monkeypatch.setattr(sleep_manager, "RETURN_SECONDS", 1e9)
     async with daemon([1.0, 1.0]) as made:
         assert await made.manager.wake(1) == ""
-        back = asyncio.create_task(made.manager.wake(0))
-        await until(lambda: 0 in made.manager.policy.wanted)
-        for _ in range(5):
-            await asyncio.sleep(0.03)
-            assert made.sleep_state[1] is SleepState.AWAKE
+        back = await waiting_in_vain(made)
         made.shared_state.used[1] = time.monotonic()  # one has returned
         assert await back == ""
         made.shared_state.load[1, 1, WAITING] = 1
@@ -331,11 +337,7 @@ async def test_waiting_requests_enter_before_the_model_sleeps_again() -> None:
     async with daemon([1.0, 1.0]) as made:
         made.shared_state.load[1, 1, WAITING] = 1
         assert await made.manager.wake(1) == ""
-        back = asyncio.create_task(made.manager.wake(0))
-        await until(lambda: 0 in made.manager.policy.wanted)
-        for _ in range(5):
-            await asyncio.sleep(0.03)
-            assert made.sleep_state[1] is SleepState.AWAKE
+        back = await waiting_in_vain(made)
         made.shared_state.load[1, 1, WAITING] = 0
         assert await back == ""
 

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weft.tools.demo.network import MLP
+
 
 @dataclass(frozen=True)
 class HeadShape:
@@ -82,18 +84,6 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-class _Mlp(nn.Module):
-    def __init__(self, shape: HeadShape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return down
-
-
 class _Layer(nn.Module):
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
@@ -101,7 +91,7 @@ class _Layer(nn.Module):
         self.hidden_norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = _Attention(shape)
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = _Mlp(shape)
+        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
 
     def forward(
         self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, before: list[tuple[Tensor, Tensor]]

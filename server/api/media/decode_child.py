@@ -13,47 +13,15 @@ import os
 import resource
 import signal
 import socket
-import struct
 from contextlib import suppress
 
 import msgspec
 
 from weft.engine.wire.child import end_with_parent
+from weft.server.api.media.decode_messages import HEADER, Cut, Open, Size, Tiles
 from weft.server.api.media.prepare import Unreadable, cut, open_image, size_of, to_rgb, warm_up
 
-HEADER = struct.Struct("<I")  # bytes of the next message
 _PAGE = resource.getpagesize()
-
-
-class Open(msgspec.Struct):
-    """Decode this file later; answer with its size."""
-
-    data: bytes
-    memory_bytes: int  # limit of memory, beyond what the process has
-    cpu_seconds: float
-    seconds: float
-
-
-class Size(msgspec.Struct):
-    width: int = 0
-    height: int = 0
-    format: str = ""
-    error: str = ""
-
-
-class Cut(msgspec.Struct):
-    """Answer with tiles, see `prepare.cut`."""
-
-    canvas: list[tuple[int, int]]
-    tiles: list[tuple[int, int, tuple[int, int, int, int] | None, bool]]
-    resample: int
-    background: tuple[int, int, int]
-
-
-class Tiles(msgspec.Struct):
-    pixels: bytes = b""  # of all tiles
-    cpu_seconds: float = 0.0
-    error: str = ""
 
 
 def main() -> None:

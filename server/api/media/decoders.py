@@ -15,7 +15,7 @@ from typing import TypeVar
 import msgspec
 
 from weft.engine.images.plan import ImagePlan
-from weft.server.api.media.decode_child import HEADER, Cut, Open, Size, Tiles
+from weft.server.api.media.decode_messages import HEADER, Cut, Open, Size, Tiles
 
 CPU_SECONDS = 10.0  # limit of one image
 WALL_SECONDS = 30.0
