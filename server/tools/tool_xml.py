@@ -121,7 +121,7 @@ class TagFormat(ToolFormat):
             reader.accept()
             reader.emit_arguments(f"{', ' if keys else '{'}{orjson.dumps(key).decode()}: ")
             keys.add(key)
-            kind = parameter(schema, key) if is_text is None else {"type": "string"} if is_text else _NO_TEXT
+            kind = _hinted(parameter(schema, key), schema, is_text=is_text)
             yield from _Value(self, reader, tools, schema, keys).read(kind)
             if reader.cut and reader.at == len(reader.text):
                 return True
@@ -148,12 +148,12 @@ class TagFormat(ToolFormat):
         name, mark = yield from reader.name(*own, self.key[0], *self._closes, names=tools)
         if mark not in own:
             reader.at -= len(mark)
-        name = name.strip()
+        name = _unquoted(name.strip())
         return "" if any(char in name for char in SPACE + '<>{}"') else name, mark
 
     def _hint(self, key: str) -> tuple[str, bool | None]:
         if not self.hint:
-            return key, None
+            return _unquoted(key), None
         name, found, flag = key.partition(self.hint)
         return name.rstrip('" '), flag.startswith("true") if found else None
 
@@ -353,6 +353,20 @@ class _Value:
 
 _NO_TEXT: Schema = {"type": sorted(KINDS - {"string"})}
 _IDENTIFIER = re.compile(r"[\w.-]+")
+
+
+def _hinted(schema: Schema, root: Schema, *, is_text: bool | None) -> Schema:
+    """Return the schema of a value whose tag states whether it is a string. A tag that contradicts the tool's schema
+    does not count. `root`: see `kinds`."""
+    allowed = kinds(schema, root)
+    if is_text is None or (("string" not in allowed) if is_text else allowed == {"string"}):
+        return schema
+    return {"type": "string"} if is_text else _NO_TEXT
+
+
+def _unquoted(name: str) -> str:
+    """Return a name without the quotes that some models add."""
+    return name[1:-1] if len(name) > 2 and name[0] == name[-1] and name[0] in "\"'" else name
 
 
 def _mark(text: str, marker: Marker) -> str:

@@ -171,6 +171,25 @@ def test_objects_between_tags_are_repaired(raw: str, value: Any) -> None:
     assert parsed("deepseek_v32", text) == ("", [("read", {"at": value})], ""), text
 
 
+def test_a_tag_that_contradicts_the_schema_does_not_count() -> None:
+    for key, raw, flag, value in (
+        ("path", "12", "false", "12"),
+        ("limit", "3", "true", 3),
+        ("other", "3", "true", "3"),
+    ):
+        text = tags("deepseek_v32", (key, raw)).replace(f'name="{key}"', f'name="{key}" string="{flag}"')
+        assert parsed("deepseek_v32", text) == ("", [("read", {key: value})], ""), text
+
+
+@pytest.mark.parametrize("quote", ['"', "'"])
+def test_names_in_tags_may_be_quoted(quote: str) -> None:
+    for name in ("qwen3_coder", "glm45"):
+        text = tags(name, ("path", "x"), ("limit", "3"))
+        for each in ("read", "path", "limit"):
+            text = text.replace(each, f"{quote}{each}{quote}")
+        assert parsed(name, text) == ("", [("read", {"path": "x", "limit": 3})], ""), text
+
+
 def test_python_numbers_are_numbers() -> None:
     for text, value in ((".5", 0.5), ("5.", 5.0), ("+1", 1), ("-.5e1", -5.0), ("1_000", 1000), ("1e999", None)):
         assert parsed("pythonic", f"[read(limit={text})]")[1] == [("read", {"limit": value or text})], text
