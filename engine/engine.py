@@ -224,7 +224,7 @@ class Engine:
         scheduler = self.scheduler
         made = Adapters(
             read, memory, config.max_loras, lambda: scheduler.count_by_adapter() + self.grammars.count_by_adapter(),
-            self._queue, scheduler.withdraw, self._outbox,
+            self._queue, scheduler.withdraw, self._outbox, config.max_cpu_loras or 0,
         )  # fmt: skip
         for module in config.lora_modules:
             name, _, path = module.partition("=")

@@ -159,6 +159,8 @@ class EngineConfig(BaseModel):
     which adapters may be loaded while serving"""
     max_loras: int = Field(8, ge=1, le=1024)
     """adapters in memory at once; the others are loaded again when a request needs them"""
+    max_cpu_loras: int | None = Field(None, ge=1, le=65536)
+    """adapters in host memory, those in use on a GPU included; others are read from their files again [none is kept]"""
     max_lora_rank: int = Field(64, ge=1, le=512)
     """largest rank of an adapter"""
     kv_events_endpoint: str | None = Field(None, pattern=r"^(tcp://.+:(\d+|\*)|ipc://.+)$", title=_ADDRESS)
@@ -285,6 +287,10 @@ class EngineConfig(BaseModel):
         other = next((o for o in self.objectives if o.measure != "itl"), None) if self.adaptive_limit else None
         yield other, f"max_num_seqs auto only limits the time between tokens (itl), not {other}"
         yield self.late_launch and not self.async_scheduling, "late_launch needs async_scheduling"
+        few = self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras
+        yield few, f"max_cpu_loras must be at least max_loras ({self.max_loras})"
+        many = self.max_cpu_loras is not None and self.tensor_parallel_size > 1
+        yield many, "max_cpu_loras needs tensor_parallel_size 1"
         patient = self.itl_slo_patience != type(self).model_fields["itl_slo_patience"].default
         needs = "itl_slo_patience needs itl_slo, or max_num_seqs auto with a percentile"
         yield self.itl_objective is None and patient, needs

@@ -38,7 +38,7 @@ ENGINE_GROUPS = (
         ("model", "revision", "dtype", "quantization"),
         (
             "model_impl", "trust_remote_code", "seed", "enable_lora", "lora_modules", "lora_dir", "max_loras",
-            "max_lora_rank",
+            "max_cpu_loras", "max_lora_rank",
         ),
     ),
     OptionGroup(

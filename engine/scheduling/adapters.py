@@ -22,6 +22,7 @@ from weft.engine.errors import ModelError, WeftError, one_line
 from weft.engine.model.adapter import Adapter
 from weft.engine.scheduling.events import Outbox
 from weft.engine.scheduling.fairness import MOST, PATIENCE
+from weft.engine.scheduling.kept_adapters import KeptAdapters
 from weft.engine.scheduling.listeners import Listener
 from weft.engine.scheduling.request import Request
 from weft.engine.wire.messages import AdapterNews, AdapterStats, Finish, LoadAdapter
@@ -69,13 +70,15 @@ class Adapters(Listener):
     def __init__(
         self, read: ReadAdapter, memory: MutableMapping[int, Adapter], most: int,
         open_requests: Callable[[], dict[int, int]], queue: Callable[[Request], None],
-        withdraw: Callable[[int, bool], list[Request]], outbox: Outbox,
+        withdraw: Callable[[int, bool], list[Request]], outbox: Outbox, kept: int = 0,
     ) -> None:  # fmt: skip
         """memory: the runner's adapters by number. most: how many may be in it. open_requests: counts requests, and
         iterations in flight, by the number of their adapter. queue: takes requests whose adapter is in memory.
-        withdraw: gives back an adapter's requests, those with a slot only if the second argument is true."""
+        withdraw: gives back an adapter's requests, those with a slot only if the second argument is true. kept: how
+        many adapters stay in host memory."""
         self._read, self._memory, self._most = read, memory, most
         self._open_requests, self._queue, self._withdraw, self._outbox = open_requests, queue, withdraw, outbox
+        self._kept = KeptAdapters(kept)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-adapter")
         self._ended: SimpleQueue[_Loaded] = SimpleQueue()
         self._num_loading = 0
@@ -108,8 +111,7 @@ class Adapters(Listener):
 
     def load_now(self, message: LoadAdapter) -> None:
         """Load an adapter before the engine serves. Raises `WeftError`."""
-        digest, adapter = self._read(Path(message.path))
-        self._enter(message, digest, adapter)
+        self._enter(message, *self._read_files(message.path))
 
     def drop(self, name: str) -> None:
         """Forget a name. Open requests of the adapter go on."""
@@ -259,6 +261,7 @@ class Adapters(Listener):
             known.in_memory = known.closing = False
         if not (known.in_memory or known.held or known.loading or self._named(known)):
             self._known.pop(known.digest, None)
+            self._kept.forget(known.digest)
 
     def _named(self, known: _Known) -> bool:
         return known.digest in self._names.values()
@@ -269,9 +272,17 @@ class Adapters(Listener):
         self._num_loading += 1
         self._thread.submit(self._load, message)
 
+    def _read_files(self, path: str) -> tuple[str, Adapter]:
+        digest, adapter = self._read(Path(path))
+        self._kept.add(digest, adapter)
+        return digest, adapter
+
     def _load(self, message: LoadAdapter) -> None:
         try:
-            digest, adapter = self._read(Path(message.path))
+            if message.digest and (kept := self._kept.get(message.digest)) is not None:
+                self._ended.put(_Loaded(message, message.digest, kept, ""))
+                return
+            digest, adapter = self._read_files(message.path)
             if message.digest not in ("", digest):
                 raise ModelError(f"the files in {message.path} have changed: load the adapter again")
             self._ended.put(_Loaded(message, digest, adapter, ""))

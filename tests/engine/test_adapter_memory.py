@@ -41,14 +41,15 @@ class Jobs:
 class Fake:
     """Adapters whose content is a word in `files`, and the requests that were queued."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, kept: int = 0) -> None:
+        self.reads = 0
         self.files: dict[str, str] = {}
         self.memory: dict[int, Adapter] = {}
         self.open: dict[int, Request] = {}
         self.outbox = Outbox()
         self.jobs = Jobs()
         counts = lambda: dict(Counter(request.adapter for request in self.open.values()))  # noqa: E731
-        self.adapters = Adapters(self.read, self.memory, most, counts, self.queue, self.withdraw, self.outbox)
+        self.adapters = Adapters(self.read, self.memory, most, counts, self.queue, self.withdraw, self.outbox, kept)
         self.adapters._thread.shutdown()
         self.adapters._thread = cast(Any, self.jobs)
         self.handles = 0
@@ -56,6 +57,7 @@ class Fake:
 
     def read(self, path: Path) -> tuple[str, Adapter]:
         content = self.files.get(str(path))
+        self.reads += 1
         if content is None:
             raise ModelError(f"{path} has no adapter")
         return content, Adapter((), 1)
@@ -92,8 +94,8 @@ class Fake:
                 return
 
 
-def _loaded(most: int, *contents: str) -> Fake:
-    fake = Fake(most)
+def _loaded(most: int, *contents: str, kept: int = 0) -> Fake:
+    fake = Fake(most, kept)
     for content in contents:
         fake.load(content, content)
     fake.settle()
@@ -161,6 +163,19 @@ def test_an_evicted_adapter_whose_files_have_changed_refuses_its_requests() -> N
     ((refused, why, _),) = fake.outbox.refused
     assert refused == handle
     assert "have changed" in why
+
+
+def test_an_evicted_adapter_that_is_kept_is_not_read_again() -> None:
+    fake = _loaded(1, "a", "b", "c", kept=2)
+    assert fake.reads == 3
+    for name, reads in (("b", 3), ("c", 3), ("b", 3), ("a", 4), ("b", 4), ("c", 5)):
+        fake.files["/b"] = "other"
+        handle = fake.ask(name)
+        fake.settle()
+        assert (handle in fake.open, fake.reads) == (True, reads), name
+        fake.open.clear()
+    fake.adapters.drop("c")
+    assert len(fake.adapters._kept) == 1, "nobody can ask for it"
 
 
 def test_a_failed_load_is_reported_and_keeps_the_name() -> None:

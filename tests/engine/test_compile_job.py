@@ -107,7 +107,7 @@ def test_every_option_is_classified_as_relevant_or_not() -> None:
         "kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic", "cache_dir", "fair_prefill_share",
         "priority_preemption", "async_scheduling", "late_launch", "wait_for_plan", "cpu_threads", "seed", "share",
         "chat_template", "state_interval", "encoder_cache_tokens", "enable_lora", "lora_modules", "lora_dir",
-        "max_loras", "max_lora_rank", "speculation_depth",
+        "max_loras", "max_cpu_loras", "max_lora_rank", "speculation_depth",
     }  # fmt: skip
     assert set(EngineConfig.model_fields) == decided
 
