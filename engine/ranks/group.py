@@ -175,6 +175,8 @@ class Ranks(OneRank):
     def check(self) -> None:
         if self._why is not None:
             raise RankLost(self._why)
+        if self._stopping:  # a thread that waits for another rank must end too
+            raise RankLost("the other ranks have been stopped")
 
     def stop(self, seconds: float = END_SECONDS) -> None:
         if self._stopping:

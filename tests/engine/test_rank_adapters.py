@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lora_files import merged, save_adapter
 from transformers import AutoModelForCausalLM
 
 from weft.engine.model.adapter import adapter_digest
+from weft.engine.ranks.ring import Kind
 from weft.engine.wire.messages import Finish, LoadAdapter
 
 OPTIONS: dict[str, Any] = {"page_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32, "cpu_threads": 1}
@@ -64,7 +66,9 @@ class Served:
 def two(tiny_model: Callable[[str], Path], tmp_path: Path) -> Iterator[Served]:
     served = Served(tiny_model("llama2"), tmp_path, 2)
     yield served
-    served.harness.engine.close()
+    engine = served.harness.engine
+    if not engine.ranks._stopping:
+        engine.close()
 
 
 def test_ranks_load_evict_and_serve_adapters(two: Served, tmp_path: Path) -> None:
@@ -92,6 +96,23 @@ def test_ranks_load_evict_and_serve_adapters(two: Served, tmp_path: Path) -> Non
     handle = harness.add(np.arange(3, 9), adapter=digest, max_tokens=2, **GREEDY)
     harness.run()
     assert harness.finish[handle] is Finish.LENGTH
+
+    # An engine can be closed while a rank's disk hangs.
+    began = threading.Event()
+
+    def hang(kind: Kind, *arrays: np.ndarray) -> None:
+        if kind is Kind.READ_ADAPTER:
+            began.set()
+        else:
+            send(kind, *arrays)
+
+    reading._ring.send = hang
+    engine.adapters.load(LoadAdapter("late", str(two.paths["two"])))
+    assert began.wait(60)
+    engine.close()
+    (thread,) = engine.adapters._thread._threads
+    thread.join(60)
+    assert not thread.is_alive(), "the process could not exit"
 
 
 @pytest.mark.nightly
