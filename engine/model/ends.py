@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -169,20 +171,32 @@ def _after_answer(template: str, tokenizer: dict[str, Any], special: set[str]) -
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
     variables: dict[str, Any] = {"tools": None, "documents": None, "messages": [], "add_generation_prompt": False}
     variables |= {name: _content(value) or "" for name, value in tokenizer.items() if name.endswith("_token")}
-    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}
-    try:
-        # transformers' own tag marks the text of the assistant
-        compiled = environment.from_string(re.sub(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}", "", template))
-        at_end, inside = (
-            compiled.render({**variables, "messages": messages}).rpartition(_ANSWER)[2]
-            for messages in ([user, answer], [user, answer, user])
-        )
-    except Exception:  # templates raise anything
+    # transformers' own tag marks the text of the assistant
+    source = re.sub(r"{%[-+]?\s*(?:end)?generation\s*[-+]?%}", "", template)
+
+    def rendered(content: Callable[[str], object]) -> list[str]:
+        """Return what follows the answer of a conversation that ends with it, and of one that goes on."""
+        user, answer = {"role": "user", "content": content("a")}, {"role": "assistant", "content": content(_ANSWER)}
+        compiled = environment.from_string(source)
+        texts = (compiled.render({**variables, "messages": [user, answer, *more]}) for more in ([], [user]))
+        return [text.rpartition(_ANSWER)[2] for text in texts if _ANSWER in text]
+
+    found: list[str] = []
+    for content in (str, _parts):
+        with suppress(Exception):  # templates raise anything
+            found = found or rendered(content)
+    if len(found) < 2:
         return set()
+    at_end, inside = found
     last, rest = _leading(at_end, special)
     both = [token for token, other in zip(last, _leading(inside, special)[0], strict=False) if token == other]
     # What follows every answer ends it; what follows only the last one may end the conversation.
     return set((both or last)[-1:]) if not rest else set()
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    """Return a message's content as templates of models that take images expect it."""
+    return [{"type": "text", "text": text}]
 
 
 def _leading(text: str, special: set[str]) -> tuple[list[str], str]:

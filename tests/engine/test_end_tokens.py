@@ -48,6 +48,9 @@ MISTRAL = (
 GENERATION = (
     "{% for m in messages %}<|im_start|>{% generation %}{{ m.content }}[turn_done]{% endgeneration %}{% endfor %}"
 )
+PARTS = (
+    "{% for m in messages %}{{ m.role }}:{% for part in m.content %}{{ part.text }}{% endfor %}[turn_done]{% endfor %}"
+)
 
 
 def _directory(
@@ -168,6 +171,7 @@ def test_damaged_tokenizer_files_hide_no_end_tokens(tmp_path: Path) -> None:
         (COHERE, ("<|TURN|>", "<|SAYS|>", "<|SAID|>", "<|TURN_OVER|>"), (), (13,)),
         (MISTRAL, ("<s>", "</s>", "[INST]", "[/INST]"), (), (11,)),
         (GENERATION, ("<|im_start|>", "[turn_done]"), (), (11,)),
+        (PARTS, ("<|im_start|>", "[turn_done]"), (), (11,)),
         (WITH_TOOLS, ("<end>", "[turn_done]"), (), (11,)),
         ("{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|> ok", ("<|assistant|>",), (), ()),
         ("{{ raise_exception('no') }} <|im_end|>", ("<|im_end|>",), (), (10,)),
