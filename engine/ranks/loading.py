@@ -106,7 +106,7 @@ class Loading:
     def _load_draft(self) -> DraftWeights | None:
         if (draft := self.resolved.draft) is None:
             return None
-        return draft.load(self.resolved.weight_dtype, self.resolved.max_model_len)
+        return draft.load(self.resolved.weight_dtype, self.resolved.max_model_len, self.resolved.device)
 
     def _with_runner(
         self, weights: Weights | TransformersModule, phases: Phases, store: StoreFile | None, images: ImageRows | None,

@@ -14,7 +14,7 @@ from triton.runtime import interpreter
 
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.ranks import loading
-from weft.engine.runner.cuda import cuda_runner
+from weft.engine.runner.cuda import cuda_eagle3, cuda_runner
 from weft.engine.runner.options import resolve
 from weft.kernels.attention import backends as attention_backends
 from weft.kernels.attention import triton_backend as attention_triton
@@ -79,6 +79,13 @@ def _capture(runner: cuda_runner.CudaRunner, pipeline: Pipeline) -> Any:
     )
 
 
+def _captured(drafter: cuda_eagle3.CudaEagle3, rows: int, _: object) -> Any:
+    return cuda_eagle3._Graphs(
+        Replayed(lambda: drafter._begin(rows)),  # type: ignore[arg-type]
+        Replayed(lambda: drafter._step(rows)),  # type: ignore[arg-type]
+    )
+
+
 @contextlib.contextmanager
 def streams_in_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Within this context, tensors of the CPU stand for those of a GPU of four SMs."""
@@ -103,6 +110,7 @@ def interpreted_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 30, 1 << 30))
     monkeypatch.setattr(cuda_runner.CudaRunner, "_capture", _capture)
+    monkeypatch.setattr(cuda_eagle3.CudaEagle3, "_captured", _captured)
     monkeypatch.setattr(cuda_runner.CudaRunner, "_capture_while_running", _capture_while_running)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
     monkeypatch.setattr(cuda_runner.CudaRunner, "_warm_up", lambda *_: None)
@@ -111,9 +119,9 @@ def interpreted_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(attention_backends, "choose", lambda *_: "triton")
 
     def make(
-        spec: Any, weights: Any, _: Any, config: Any, progress: Any, *__: Any, image_rows: Any = None, **___: Any
+        spec: Any, weights: Any, _: Any, config: Any, progress: Any, *__: Any, image_rows: Any = None, draft: Any = None, **___: Any
     ) -> Any:
-        return cuda_runner.CudaRunner(spec, weights, config, progress, image_rows=image_rows)
+        return cuda_runner.CudaRunner(spec, weights, config, progress, image_rows=image_rows, draft=draft)
 
     monkeypatch.setattr(loading, "make_runner", make)
     monkeypatch.setattr(loading.CompileJob, "begin", lambda *_: None)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import draft_heads
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ pytest.importorskip("triton")
 from interpreted import interpreted_gpu
 from test_draft_equality import ask_all, compare, drafting, make
 
+from weft.engine.model.directory import read_spec
 from weft.engine.runner.iteration.batch import Verified
 from weft.kernels.sampling.verified import remember_verified
 
@@ -93,6 +96,44 @@ def _check_equal(path: Path, tokens: int, **options: Any) -> None:
     assert drafted.tokens == plain.tokens
     assert drafted.finish == plain.finish
     assert drafted.logprobs == plain.logprobs
+
+
+def _head(path: Path) -> Path:
+    """A random EAGLE-3 head for a tiny model."""
+    spec = read_spec(path)
+    shape = {
+        "hidden_size": spec.hidden_size, "target_hidden_size": spec.hidden_size, "vocab_size": spec.vocab_size,
+        "draft_vocab_size": 150, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+        "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
+    }  # fmt: skip
+    return draft_heads.random_head(path.parent / f"{path.name}-head", **shape)
+
+
+def _check_model_drafts(path: Path, head: Path, tokens: int, **options: Any) -> tuple[int, int]:
+    """Answers are equal with and without drafts of a head, to the bit. Returns drafted and accepted tokens."""
+    sizes = {
+        "device": "cuda", "dtype": "bfloat16", "page_size": 16, "num_pages": 60, "max_num_seqs": 4,
+        "max_num_batched_tokens": 128, "batch_invariant": True, "tuning_seconds": 0, **options,
+    }  # fmt: skip
+    config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    plain = _answer(Harness(path, **sizes), tokens)
+    drafted = _answer(Harness(path, **sizes, speculative_config=json.dumps(config)), tokens)
+    assert drafted.tokens == plain.tokens
+    assert drafted.finish == plain.finish
+    assert drafted.logprobs == plain.logprobs
+    stats = drafted.engine.stats().speculation
+    return stats.draft_tokens["model"], stats.accepted_tokens["model"]
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(HERE, reason="a GPU runs all of them")
+def test_an_interpreted_engine_answers_alike_with_a_head(
+    device: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model("llama3.1")
+    with interpreted_gpu(monkeypatch):
+        drafted, _ = _check_model_drafts(path, _head(path), 9, dtype="float16")
+    assert drafted > 20
 
 
 @pytest.mark.nightly

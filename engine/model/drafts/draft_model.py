@@ -22,8 +22,8 @@ class DraftModel:
     path: Path
     layer: ModelSpec  # the whole model
 
-    def load(self, dtype: torch.dtype, max_positions: int) -> Weights:
-        return load_weights(self.layer, self.path, device=torch.device("cpu"), dtype=dtype, max_positions=max_positions)
+    def load(self, dtype: torch.dtype, max_positions: int, device: torch.device) -> Weights:
+        return load_weights(self.layer, self.path, device=device, dtype=dtype, max_positions=max_positions)
 
 
 def read_draft_model(path: Path, target: Target) -> DraftModel:

@@ -70,9 +70,10 @@ class Eagle3Head:
     target_vocabulary: int
     norm_before_residual: bool
 
-    def load(self, dtype: torch.dtype, max_positions: int) -> Eagle3Weights:
+    def load(self, dtype: torch.dtype, max_positions: int, device: torch.device) -> Eagle3Weights:
         with ExitStack() as stack:
-            return _Reader(self, Checkpoint(self.path, stack), dtype).weights(max_positions)
+            read = _Reader(self, Checkpoint(self.path, stack), dtype).weights(max_positions)
+        return Eagle3Weights(*(None if tensor is None else tensor.to(device) for tensor in read))
 
 
 def read_eagle3(path: Path, target: Target) -> Eagle3Head:

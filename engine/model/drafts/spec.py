@@ -37,8 +37,8 @@ class DraftSpec(Protocol):
         """Shapes of its layers. All of them keep K and V of the same shape."""
         ...
 
-    def load(self, dtype: torch.dtype, max_positions: int) -> DraftWeights:
-        """Read the weights for a CPU. Raises `ModelError`, one line."""
+    def load(self, dtype: torch.dtype, max_positions: int, device: torch.device) -> DraftWeights:
+        """Read the weights. Raises `ModelError`, one line."""
         ...
 
 

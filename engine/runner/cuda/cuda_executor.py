@@ -49,6 +49,8 @@ class CudaExecutor(SampleBuffers):
         """Serial pipelines that finish the last layer of other pipelines in `_after_drop`."""
         self._rows = torch.zeros(layout.max_sampled, spec.hidden_size, dtype=layers.x.dtype, device=device)
         runs = device.type != "meta"
+        self.taps: dict[int, Tensor] = {}
+        """By layer: where to copy the stream `[T, H]` that enters it."""
         self.gates = [torch.cuda.Event(external=True) for _ in range(spec.num_layers if runs else 0)]
         """By layer, recorded where a period's `offload` operation begins. Streams outside a graph may wait for it."""
         # Attention and collectives have priority over waiting GEMMs: they have fewer programs and need their SMs free.
@@ -208,6 +210,7 @@ class CudaExecutor(SampleBuffers):
         sum_counts = initial_sum_counts(pipeline)
         path = fused if only is None and not adapted and self.inputs.fuses(pipeline) else None
         events: dict[tuple[int, int], torch.cuda.Event] = {}
+        entered = -1
         for layer, i in pipeline.unrolled():
             launch = self._layers.launch_of(pipeline, i, layer, kv, sum_counts)._replace(fused=path, adapted=adapted)
             nano = launch.nano
@@ -221,6 +224,9 @@ class CudaExecutor(SampleBuffers):
                 launch = launch._replace(drops_rows=bool(pipeline.after_drop))
             turn = layer - int(nano.next_layer)
             stream = main if nano.lane == "compute" else self._streams[nano.lane]
+            if layer != entered and layer in self.taps:
+                self.taps[layer][: pipeline.tokens].copy_(self.x[: pipeline.tokens])
+            entered = layer
             for edge in waits[i]:
                 if (event := events.get((edge.before, turn + edge.distance))) is not None:
                     stream.wait_event(event)

@@ -160,7 +160,7 @@ class DeviceInputs:
         t, d = batch.num_tokens, batch.num_decodes
         order = slice(None) if assigned.order is None else assigned.order
         token_slots = np.full(t, -1, np.int32)
-        token_slots[:d] = np.where(batch.token_ids[:d] < 0, batch.slots[:d], -1)
+        token_slots[:d] = np.where(batch.token_ids[:d] == -1, batch.slots[:d], -1)
         columns = (
             ("token_ids", batch.token_ids, 0),
             ("token_slots", token_slots, -1),

@@ -18,6 +18,8 @@ from torch import Tensor
 from weft.engine.errors import OutOfMemory
 from weft.engine.memory.cuda_transfer import CudaCopyEngine
 from weft.engine.model.adapter import Adapter
+from weft.engine.model.drafts.eagle3 import Eagle3Head, Eagle3Weights
+from weft.engine.model.drafts.spec import DraftWeights
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.model.weights import Weights
@@ -25,6 +27,7 @@ from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import Plan
 from weft.engine.progress import Progress, notice
 from weft.engine.runner.cuda.adapter_slots import AdapterSlots
+from weft.engine.runner.cuda.cuda_eagle3 import CudaEagle3
 from weft.engine.runner.cuda.cuda_executor import CudaExecutor
 from weft.engine.runner.cuda.cuda_inputs import INVARIANT_SPLIT_TOKENS, device_inputs
 from weft.engine.runner.cuda.cuda_layers import CudaLayers
@@ -36,7 +39,7 @@ from weft.engine.runner.device.preparation import Compiling, PipelineWork, Prepa
 from weft.engine.runner.device.sampling import Sampling, Scores, pooled
 from weft.engine.runner.iteration.attention_lists import AttentionGrid
 from weft.engine.runner.iteration.attention_path import AttentionPath, describe_paths
-from weft.engine.runner.iteration.batch import Batch, PromptLogprobs, StepResult
+from weft.engine.runner.iteration.batch import UNDRAFTED, Batch, PromptLogprobs, StepResult
 from weft.engine.runner.iteration.nano import Assignment
 from weft.engine.runner.iteration.pipelines import Pipelines
 from weft.engine.runner.memory.cuda_arena import DriverFailed, cuda_sleepable_memory
@@ -106,6 +109,7 @@ class CudaInFlight:
         self.nano_batches = nano_batches
         self.sampled = torch.empty(2, num_slots, dtype=torch.int64, pin_memory=True)
         """Tokens, and 1 for rows whose logits are not finite. The first rows are the batch's."""
+        self.token_ids: Tensor | None = None  # Those of decodes, if the device made drafts.
         self.attention: AttentionPath | None = None
         self.scores: Scores | None = None
         self.prompt_scores: list[Scores] = []
@@ -130,8 +134,13 @@ class CudaInFlight:
             pass
         self.end.synchronize()
         tokens, bad = self.sampled[:, : len(self.batch.sampled_rows)].numpy()
+        batch = self.batch
+        if self.token_ids is not None:
+            ids, drafted = batch.token_ids.copy(), np.flatnonzero(batch.token_ids == UNDRAFTED)
+            ids[drafted] = self.token_ids.numpy()[drafted]
+            batch = batch._replace(token_ids=ids)
         return StepResult(
-            self.batch, tokens.astype(np.int32), None if self.scores is None else self.scores.read(),
+            batch, tokens.astype(np.int32), None if self.scores is None else self.scores.read(),
             tuple(scores.read() for scores in self.prompt_scores), self.begin.elapsed_time(self.end) / 1e3,
             self._before.elapsed_time(self.begin) / 1e3 if self._before is not None else 0.0, self.nano_batches,
             bad.astype(np.bool_), None if self.pooled is None else self.pooled.numpy(), self.attention,
@@ -144,11 +153,12 @@ class CudaRunner:
     def __init__(
         self, spec: ModelSpec, weights: Weights | TransformersModule, config: ResolvedConfig,
         progress: Progress | None = None, compiling: CompileJob | None = None, rank_group: RankGroup | None = None,
-        image_rows: ImageRows | None = None,
+        image_rows: ImageRows | None = None, draft: DraftWeights | None = None,
     ) -> None:  # fmt: skip
         """compiling: compiles pipelines that are not waited for; None: all kernels are in the cache. rank_group: the
         other ranks, which must create their runners at once and launch the same iterations in the same order.
-        image_rows: the embeddings of images, if the model takes any."""
+        image_rows: the embeddings of images, if the model takes any. draft: weights of the model that drafts."""
+        self._draft_weights = draft
         self.spec, self.weights, self.config = spec, weights, config
         self._grid = AttentionGrid(
             spec.num_kv_heads, spec.heads_per_kv, PER_SM, INVARIANT_SPLIT_TOKENS if config.batch_invariant else 0,
@@ -189,6 +199,7 @@ class CudaRunner:
             )
             # The warm-up loads every kernel with a pool of two pages. Then the free memory is measured.
             self.kv = self._allocate(2)
+            self._drafter = self._make_drafter(here.sms)
             later = [] if config.wait_for_plan else self._pipelines.planned
             now = self._pipelines.serial if later else list(self._pipelines)
             self._reserve = RESERVE_BYTES + len(later) * PIPELINE_BYTES
@@ -196,6 +207,9 @@ class CudaRunner:
             if image_rows is not None and image_rows.device.type == "cuda":
                 self._reserve += image_rows.warm_up()
             self.kv = self._allocate(self._measure_pages(), memory)
+            if self._drafter is not None:
+                self._drafter.attach(self.kv, self._executor.last_token)
+                self._drafter.capture(self.stream)
             self._graphs: dict[int, _Graphs] = {}
             for done, pipeline in enumerate(now):
                 report("capturing graphs", done, len(now))
@@ -234,6 +248,19 @@ class CudaRunner:
         )  # fmt: skip
         return CudaExecutor(layers)
 
+    def _make_drafter(self, num_sms: int) -> CudaEagle3 | None:
+        config, weights = self.config, self.weights
+        if self._draft_weights is None:
+            return None
+        assert isinstance(config.draft, Eagle3Head)
+        assert isinstance(self._draft_weights, Eagle3Weights)
+        assert isinstance(weights, Weights)
+        drafter = CudaEagle3(
+            config.draft, self._draft_weights, weights.embedding, config, self._inputs, self._sampling, num_sms
+        )
+        self._executor.taps = dict(zip(drafter.taps, drafter.tapped.chunk(len(drafter.taps), -1), strict=True))
+        return drafter
+
     @property
     def num_pages(self) -> int:
         return self.kv.shape[0]
@@ -253,7 +280,8 @@ class CudaRunner:
         with torch.cuda.device(self._device):
             try:
                 sleepable = cuda_sleepable_memory(self._device)
-                sleepable.adopt_weights(self.weights.tensors())
+                own = () if self._draft_weights is None else self._draft_weights.tensors()
+                sleepable.adopt_weights((*self.weights.tensors(), *own))
                 if self._image_rows is not None:
                     sleepable.adopt_weights(self._image_rows.tower.tensors())
             except (OSError, AttributeError, DriverFailed) as error:
@@ -417,6 +445,11 @@ class CudaRunner:
             if adapters is not None:
                 adapters.wait_for_copies(self.stream)
             assigned = self._inputs.send(batch, pipeline, self._grid, adapters)
+            undrafted = self._drafter is not None and bool((batch.token_ids == UNDRAFTED).any())
+            if self._drafter is not None and undrafted:
+                self._drafter.draft(batch)
+                in_flight.token_ids = torch.empty(batch.decode_tokens, dtype=torch.int32, pin_memory=True)
+                in_flight.token_ids.copy_(self._inputs.column["token_ids"][: batch.decode_tokens], non_blocking=True)
             in_flight.attention = None if self._host_attention is not None else self._inputs.attention
             if not self._eager:
                 graphs.of(in_flight.attention, adapted=adapters is not None).replay()
@@ -433,7 +466,7 @@ class CudaRunner:
             if states is not None:
                 (in_flight.pooled,) = self._sampling.to_host([states])
             raw = self._sampling.raw_logits(logits, s)
-            self._sampling.adjust(logits, batch)
+            self._sampling.adjust(logits, batch, self._executor.ids if undrafted else None)
             if self._rank_group is not None and s.columns["temperature"].any():
                 self._executor.set_tokens(*self._sampling.draw(logits[: len(s.slots)], s))
             elif self.config.enforce_eager:
@@ -443,6 +476,8 @@ class CudaRunner:
             self._sampling.count(tokens, s, self._executor.reached if batch.drafted else None)
             in_flight.sampled.copy_(self._executor.sampled, non_blocking=True)
             in_flight.scores = self._sampling.scores(tokens, s, raw)
+            if self._drafter is not None:
+                self._drafter.follow(batch, self._executor)
             in_flight.end.record()
         self._last_end = in_flight.end
         return in_flight

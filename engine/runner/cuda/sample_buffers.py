@@ -37,6 +37,11 @@ class SampleBuffers:
         )  # fmt: skip
         return ids
 
+    @property
+    def ids(self) -> Tensor:
+        """`[T]` int32 token ids of the last run."""
+        return self._ids
+
     def sample(self, num_rows: int) -> None:
         """Sample `tokens` from the first rows of `logits`, and store each as its slot's last token."""
         sample(

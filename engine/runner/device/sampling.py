@@ -77,13 +77,14 @@ class Sampling:
         rows = np.flatnonzero(s.columns["logprobs"] >= 0)
         return RawLogits(rows, logits[self.to_device(rows)]) if len(rows) else None
 
-    def adjust(self, logits: Tensor, batch: Batch) -> None:
-        """Apply penalties, biases and grammar masks in place to `logits [S, V]` float32, before the sampler."""
+    def adjust(self, logits: Tensor, batch: Batch, token_ids: Tensor | None = None) -> None:
+        """Apply penalties, biases and grammar masks in place to `logits [S, V]` float32, before the sampler. token_ids
+        `[T]` int32 on the device, if the host does not know the drafts."""
         s = batch.sampling
         for reset in batch.count_resets:
             self._reset_counts(reset)
         if s.columns["counted"].any():
-            self._penalize(logits, batch)
+            self._penalize(logits, batch, token_ids)
         if len(s.bias_rows):
             own = self._own(s.bias_ids)
             where = (self.to_device(s.bias_rows[own].astype(np.int64)), self.to_device(self._columns(s.bias_ids)))
@@ -188,7 +189,7 @@ class Sampling:
             out.append(pinned)
         return tuple(out)
 
-    def _penalize(self, logits: Tensor, batch: Batch) -> None:
+    def _penalize(self, logits: Tensor, batch: Batch, token_ids: Tensor | None) -> None:
         seen, counts = self._resident_counts()
         s = batch.sampling
         counted = s.columns["counted"]
@@ -198,20 +199,25 @@ class Sampling:
         )
         own_counts = counts[slots]
         if batch.drafted:
-            self._add_drafts(own_counts, batch, np.flatnonzero(counted))
+            self._add_drafts(own_counts, batch, np.flatnonzero(counted), token_ids)
         logits[rows] = sampling.apply_penalties(logits[rows], seen[slots], own_counts, presence, frequency, repetition)
 
-    def _add_drafts(self, counts: Tensor, batch: Batch, rows: np.ndarray) -> None:
-        """Count, in `counts [n, V]` of n samples, the drafts before each of them. rows `[n]`: the samples."""
+    def _add_drafts(self, counts: Tensor, batch: Batch, rows: np.ndarray, token_ids: Tensor | None) -> None:
+        """Count, in `counts [n, V]` of n samples, the drafts before each of them. rows `[n]`: the samples. token_ids:
+        see `adjust`."""
         verified = batch.verified
         assert verified is not None
         before = rows - verified.first[rows]
         sample = np.repeat(np.arange(len(rows)), before)
         # The last draft before a sample is the token that it is sampled after.
         back = np.arange(len(sample)) - np.repeat(np.cumsum(before) - before, before)
-        drafts = batch.token_ids[batch.sampling.logit_tokens[rows][sample] - back]
-        own = self._own(drafts)
-        where = (self.to_device(sample[own]), self.to_device(self._columns(drafts)))
+        at = batch.sampling.logit_tokens[rows][sample] - back
+        if token_ids is not None:  # of one rank, which has all columns
+            where = self.to_device(sample), token_ids[self.to_device(at)].long()
+        else:
+            drafts = batch.token_ids[at]
+            own = self._own(drafts)
+            where = (self.to_device(sample[own]), self.to_device(self._columns(drafts)))
         counts.index_put_(where, torch.ones((), dtype=counts.dtype, device=self._device), accumulate=True)
 
     def _reset_counts(self, reset: CountReset) -> None:

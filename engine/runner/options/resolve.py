@@ -268,8 +268,8 @@ def _drafting(config: EngineConfig, spec: ModelSpec, attention: str, *, cuda: bo
 
 def _no_model_drafts(config: EngineConfig, spec: ModelSpec, *, cuda: bool) -> str:
     """Return why no model can draft here, or ""."""
-    if cuda:
-        return "models draft on a CPU only so far: use suffix or ngram"
+    if cuda and config.drafting is not None and config.drafting.method != "eagle3":
+        return f"{config.drafting.method} drafts on a CPU only so far: use suffix, ngram or eagle3"
     if config.tensor_parallel_size > 1:
         return "models draft without tensor parallelism only: leave out --tensor-parallel-size"
     if not spec.native:
@@ -391,6 +391,8 @@ def _plan(
         excluded = "pipelines need the triton attention back end"
     elif config.enforce_eager:
         excluded = "pipelines run in CUDA graphs: leave out --enforce-eager"
+    elif config.drafting is not None and config.drafting.model is not None:
+        excluded = "a model that drafts reads the stream of whole iterations"
     elif spec.recurrent:
         excluded = "a model with recurrent layers runs serially"
     elif config.batch_invariant and any(spec.windows):  # attention's order of sums would depend on where chunks are cut

@@ -36,7 +36,7 @@ def make_runner(
 
     options: the options that `config` was resolved from. compiling: a job started for them, which ends here or belongs
     to the runner. rank_group: the other ranks, on GPUs; rank 0 tunes and compiles, and the others load its results.
-    image_rows: the embeddings of images, if the model takes any. draft: weights of the model that drafts, on a CPU."""
+    image_rows: the embeddings of images, if the model takes any. draft: weights of the model that drafts,."""
     if config.device.type == "cuda":
         try:
             from weft.engine.runner.cuda.cuda_runner import CudaRunner
@@ -62,7 +62,7 @@ def make_runner(
                 tune_gemms(spec, config.device, config.max_num_batched_tokens, config.cache_dir, 0.0)
             if rank_group is not None:
                 rank_group.measure()
-            return CudaRunner(spec, weights, config, progress, compiling, rank_group, image_rows)
+            return CudaRunner(spec, weights, config, progress, compiling, rank_group, image_rows, draft)
         except BaseException:
             if compiling is not None:
                 compiling.stop()

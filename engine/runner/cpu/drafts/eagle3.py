@@ -1,9 +1,4 @@
-"""`CpuEagle3`: an EAGLE-3 head that drafts.
-
-The head's K and V of a token depend on the token and the target's states at the token before, so they lie at the
-position of the token. The first token of a request has none, and no query sees that position. After a cached prefix the
-states at the token before are not known; zeros stand for them. That can make a draft wrong, never a token.
-"""
+"""`CpuEagle3`: an EAGLE-3 head that drafts on the CPU."""
 
 from __future__ import annotations
 
@@ -15,11 +10,11 @@ from torch import Tensor
 from weft.engine.model.drafts.eagle3 import Eagle3Head, Eagle3Weights
 from weft.engine.runner.cpu.cpu_executor import CpuExecutor
 from weft.engine.runner.cpu.drafts.drafter import draft_in_turn
+from weft.engine.runner.device.eagle3 import Eagle3Layer
 from weft.engine.runner.iteration.batch import I32, Batch
 from weft.engine.runner.options.resolve import ResolvedConfig
 from weft.kernels.attention.backend import AttentionShape
 from weft.kernels.attention.torch_backend import TorchAttention
-from weft.kernels.reference.layer import head_norm
 
 
 class CpuEagle3:
@@ -30,10 +25,9 @@ class CpuEagle3:
     ) -> None:
         layer, kv = draft.layer, config.kv
         self.taps = draft.taps
-        self._weights, self._eps, self._before = weights, layer.norm.eps, draft.norm_before_residual
-        self._heads, self._head_dim = layer.num_heads, layer.head_dim
-        self._table = target.weights.embedding if weights.embedding is None else weights.embedding
-        self._kv, self._layer, self._page_size = kv.draft_view(pool), kv.first_draft_layer, kv.page_size
+        self._weights = weights
+        self._layer = Eagle3Layer(draft, weights, target.weights.embedding, config)
+        self._kv = kv.draft_view(pool)
         shape = AttentionShape(
             layer.num_heads, layer.num_kv_heads, layer.head_dim, kv.page_size, config.compute_dtype, config.device,
             kv.dtype,
@@ -60,7 +54,7 @@ class CpuEagle3:
         states = F.linear(torch.cat(tapped, -1), self._weights.fc)
         before = states.roll(1, 0)
         before[torch.from_numpy(np.cumsum(batch.query_len) - batch.query_len).long()] = self._before_first(batch)
-        self._write(batch, self._normed(token_ids, before)[0])
+        self._write(batch, self._layer.normed(token_ids, before)[0])
         slots = batch.slots
         self._state[torch.from_numpy(slots.astype(np.int64))] = states[torch.from_numpy(last.astype(np.int64))]
         self._epoch[slots], self._next[slots] = batch.epochs, batch.positions[last] + 1
@@ -73,47 +67,19 @@ class CpuEagle3:
         states = self._state[torch.from_numpy(slots.astype(np.int64))]
         return states.masked_fill(~torch.from_numpy(known)[:, None], 0.0)
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        h = x.float()
-        return (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + self._eps)).to(x.dtype) * weight
-
-    def _normed(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the layer reads `[T, 2 H]`, and what its output is added to `[T, H]`."""
-        w = self._weights
-        state = self._norm(hidden, w.hidden_norm)
-        embedded = self._norm(F.embedding(token_ids, self._table), w.input_norm)
-        return torch.cat((embedded, state), -1), state if self._before else hidden
-
-    def _rotated(self, x: Tensor, positions: Tensor, norm: Tensor | None) -> Tensor:
-        """Rotate the two halves of each head of `x [T, heads * D]`, after its norm if it has one."""
-        heads = x.unflatten(-1, (-1, self._head_dim))
-        if norm is not None:
-            heads = head_norm(heads, norm, self._eps)
-        cos, sin = self._weights.rotary[positions][:, None].unbind(-1)
-        a, b = heads.float().chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
-
     def _write(self, batch: Batch, read: Tensor) -> None:
-        """Write K and V of all tokens of a batch, given what the layer reads."""
-        w, positions = self._weights, torch.from_numpy(batch.positions.astype(np.int64))
-        at = torch.from_numpy(batch.slot_mapping)
-        page, offset = at // self._page_size, at % self._page_size
-        k = self._rotated(F.linear(read, w.k), positions, w.k_norm)
-        self._kv[page, self._layer, 0, offset] = k.to(self._kv.dtype)
-        self._kv[page, self._layer, 1, offset] = F.linear(read, w.v).view(k.shape).to(self._kv.dtype)
+        positions = torch.from_numpy(batch.positions.astype(np.int64))
+        self._layer.write(self._kv, read, positions, torch.from_numpy(batch.slot_mapping))
 
     def _step(self, decodes: Batch, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits of the draft vocabulary `[n, Vd]` float32, and the stream `[n, H]` that the next step reads."""
-        w, positions = self._weights, torch.from_numpy(decodes.positions.astype(np.int64))
-        read, residual = self._normed(token_ids, hidden)
+        """See `Eagle3Layer.end`."""
+        layer = self._layer
+        read, residual = layer.normed(token_ids, hidden)
         self._write(decodes, read)
-        q = self._rotated(F.linear(read, w.q), positions, w.q_norm)
+        q = layer.queries(read, torch.from_numpy(decodes.positions.astype(np.int64)))
         work = self._attention.prepare(decodes)
         for group in work[None].decode.groups:
             group.mask[..., 0] = -torch.inf  # the position without K and V
-        mixed = q.new_zeros(len(q), self._heads * self._head_dim)
-        self._attention.decode(q, self._kv, self._layer, work, out=mixed)
-        residual = residual + F.linear(mixed, w.o)
-        inner = self._norm(residual, w.post_norm)
-        residual = residual + F.linear(F.silu(F.linear(inner, w.gate)) * F.linear(inner, w.up), w.down)
-        return F.linear(self._norm(residual, w.norm), w.head).float(), residual
+        mixed = q.new_zeros(len(q), layer.num_heads * layer.head_dim)
+        self._attention.decode(q, self._kv, layer.kv_layer, work, out=mixed)
+        return layer.end(mixed, residual)
