@@ -119,7 +119,15 @@ def interpreted_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(attention_backends, "choose", lambda *_: "triton")
 
     def make(
-        spec: Any, weights: Any, _: Any, config: Any, progress: Any, *__: Any, image_rows: Any = None, draft: Any = None, **___: Any
+        spec: Any,
+        weights: Any,
+        _: Any,
+        config: Any,
+        progress: Any,
+        *__: Any,
+        image_rows: Any = None,
+        draft: Any = None,
+        **___: Any,
     ) -> Any:
         return cuda_runner.CudaRunner(spec, weights, config, progress, image_rows=image_rows, draft=draft)
 

@@ -130,6 +130,7 @@ def _check_model_drafts(path: Path, head: Path, tokens: int, **options: Any) -> 
 def test_an_interpreted_engine_answers_alike_with_a_head(
     device: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert device == "cpu"
     path = tiny_model("llama3.1")
     with interpreted_gpu(monkeypatch):
         drafted, _ = _check_model_drafts(path, _head(path), 9, dtype="float16")
@@ -187,3 +188,23 @@ def test_drafts_of_text_change_no_token(speculation: str) -> None:
         harness.run()
         answers.append(harness.tokens)
     assert answers[0] == answers[1]
+
+
+@pytest.mark.skipif(not HERE, reason="needs a CUDA device")
+@pytest.mark.parametrize("family", ["llama2", "llama3.1", "qwen3", "qwen3-moe"])
+def test_each_family_answers_alike_with_a_head(family: str, tiny_model: Callable[[str], Path]) -> None:
+    path = tiny_model(family)
+    drafted, _ = _check_model_drafts(path, _head(path), 48)
+    assert drafted > 200
+
+
+@pytest.mark.skipif(not HERE, reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "options",
+    [{"quantization": "fp8"}, {"enforce_eager": True}, {"page_size": 64}],
+    ids=lambda given: next(iter(given)),
+)
+def test_options_of_the_engine_with_a_head(options: dict[str, Any], tiny_model: Callable[[str], Path]) -> None:
+    path = tiny_model("qwen3")
+    drafted, _ = _check_model_drafts(path, _head(path), 48, **options)
+    assert drafted > 200

@@ -73,7 +73,7 @@ class Eagle3Head:
     def load(self, dtype: torch.dtype, max_positions: int, device: torch.device) -> Eagle3Weights:
         with ExitStack() as stack:
             read = _Reader(self, Checkpoint(self.path, stack), dtype).weights(max_positions)
-        return Eagle3Weights(*(None if tensor is None else tensor.to(device) for tensor in read))
+        return Eagle3Weights._make(None if tensor is None else tensor.to(device) for tensor in read)
 
 
 def read_eagle3(path: Path, target: Target) -> Eagle3Head:

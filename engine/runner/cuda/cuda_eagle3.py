@@ -6,7 +6,7 @@ them. So the host launches it once per draft, and learns the drafts with the ite
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -82,6 +82,7 @@ class CudaEagle3:
         group = layer.num_heads // layer.num_kv_heads
         self._space = decode_workspace(1, slots, layer.num_kv_heads, group, layer.head_dim, device)
         self._graphs: dict[int, _Graphs] = {}
+        self._memory: Any = None  # Of all graphs, which run in sequence.
 
     def attach(self, pool: Tensor, last_token: Tensor) -> None:
         """pool: the KV pool. last_token `[slots]`: see `SampleBuffers`."""
@@ -97,9 +98,11 @@ class CudaEagle3:
 
     def _captured(self, n: int, stream: torch.cuda.Stream) -> _Graphs:
         graphs = _Graphs(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs.begin, stream=stream):
+        if self._memory is None:
+            self._memory = torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graphs.begin, self._memory, stream=stream):
             self._begin(n)
-        with torch.cuda.graph(graphs.step, stream=stream):
+        with torch.cuda.graph(graphs.step, self._memory, stream=stream):
             self._step(n)
         return graphs
 
