@@ -92,7 +92,7 @@ class _Given(BaseModel):
     num_speculative_tokens_per_batch_size: list[_Range] | None = Field(
         None, title="a list of [from, to, tokens], whole numbers of 0 or more"
     )
-    enable_adaptive_verification: bool = False
+    enable_adaptive_verification: bool | None = None
 
     @model_validator(mode="after")
     def _keys_fit(self) -> _Given:
@@ -121,8 +121,6 @@ class _Given(BaseModel):
     def _model_fits(self, method: str) -> None:
         if self.model is None:
             raise ValueError(f"model is missing: the directory of the {method}")
-        if self.enable_adaptive_verification:
-            raise ValueError("enable_adaptive_verification is not supported for models that draft")
         if given := sorted(name for name in self.model_fields_set if name.startswith(("prompt_", "suffix_"))):
             raise ValueError(f"{given[0]}: method {method} does not search text")
 
@@ -165,13 +163,14 @@ def parse_config(text: str) -> DraftOptions:
     )
     if method in MODEL_METHODS:
         depth = given.num_speculative_tokens or DEFAULT_DEPTHS[method]
-        return DraftOptions(method, depth, False, by_requests=by_requests, model=expanded(given.model or ""))
+        measured = given.enable_adaptive_verification is not False
+        return DraftOptions(method, depth, measured, by_requests=by_requests, model=expanded(given.model or ""))
     low, high = given.lookup
     tree = given.suffix_decoding_max_tree_depth
     return DraftOptions(
         method,
         given.num_speculative_tokens or min(tree, MOST_DRAFTS),
-        given.enable_adaptive_verification,
+        bool(given.enable_adaptive_verification),
         low,
         high,
         given.suffix_decoding_max_spec_factor,

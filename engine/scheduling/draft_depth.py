@@ -61,10 +61,12 @@ class RowTimes:
         known = KNOTS[~np.isnan(self._seconds)]
         return int(known[-1]) if len(known) else 0
 
-    def at(self, rows: npt.NDArray[np.int64], instead: RowTimes | None = None) -> F64:
-        """Return the time of each number of rows, ascending; nan if none is known. `instead` has times to use where
-        this has none."""
-        seconds = self._seconds if instead is None else np.where(self._number > 0, self._seconds, instead._seconds)
+    def at(self, rows: npt.NDArray[np.int64], *instead: RowTimes) -> F64:
+        """Return the time of each number of rows, ascending; nan if none is known. Each of `instead` has times to use
+        where those before it have none."""
+        seconds = self._seconds
+        for other in instead:
+            seconds = np.where(np.isnan(seconds), other._seconds, seconds)
         known = ~np.isnan(seconds)
         if not known.any():
             return np.full(len(rows), np.nan)

@@ -1,9 +1,8 @@
 """`TextDrafter`: drafts of text for running requests, as many as pay.
 
-With measured depths the engine works in one of two ways. Without drafts it launches one iteration ahead, as always, and
-the drafter only compares what it would have drafted with the tokens that come: that costs no device time. When drafts
-promise more tokens a second, iterations are launched one at a time, each with the number of draft tokens that the
-measured times make best. `Guard` ends that when the tokens do not come.
+With measured depths, while drafts are off (`DraftSwitch`), the drafter only compares what it would have drafted with
+the tokens that come: that costs no device time. While they are on, each iteration has the number of draft tokens that
+the measured times make best.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from weft.engine.config.speculation import MOST_DRAFTS, DraftOptions
 from weft.engine.progress import notice
 from weft.engine.runner.iteration.batch import I32, StepResult
 from weft.engine.scheduling.draft_chances import Chances, Own
-from weft.engine.scheduling.draft_depth import Choice, Guard, RowTimes, best_depth
+from weft.engine.scheduling.draft_depth import Choice, RowTimes, best_depth
+from weft.engine.scheduling.draft_switch import DraftSwitch
 from weft.engine.scheduling.drafter import Drafts
 from weft.engine.scheduling.events import Outbox
 from weft.engine.scheduling.listeners import Listener
@@ -30,8 +30,6 @@ from weft.engine.scheduling.verification import Verification
 from weft.engine.wire.messages import SpeculationStats
 
 SHADOW_SHARE = 0.01  # share of the time that drafts may take while none are verified
-GAIN = 1.05  # factor on the tokens a second that drafts must promise before they are used
-UNUSED = 4  # consecutive iterations without a draft that pays, after which launching ahead is better
 LINE_SECONDS = 30.0  # seconds between log lines
 
 
@@ -61,21 +59,15 @@ class TextDrafter:
         self._slots, self._clock = slots, clock
         self._of_slot: dict[int, _Slot] = {}
         self._chances = Chances()
-        self.plain, self.verifying = RowTimes(), RowTimes()
-        self.guard = Guard()
-        self._on = not options.measured
-        self._unused = 0
-        self._proposed = self._judged = False  # the iteration in flight, and the one committed now, could have drafts
-        self._last_end: float | None = None
-        self._after: bool | None = None  # whether the last iteration could have drafts
-        self._period: tuple[float, int] | None = None  # seconds and requests of the iteration that is committed now
+        self._switch = DraftSwitch(options.measured, clock)
+        self._verifying = RowTimes()
         self._accepted = 0  # in the iteration that is committed now
         self._turn = 0
         self._allowance = 0.0  # seconds that unverified drafts may still take
         self._shadows: dict[int, list[float]] = {}
         self.predicted: dict[int, tuple[int, int]] = {}
         """By handle: accepted and rejected tokens of a prediction, for `Outbox.predicted`."""
-        self.drafts = self.changes = 0
+        self.drafts = 0
         self.draft_tokens = {"text": 0, "prediction": 0}
         self.accepted_tokens = {"text": 0, "prediction": 0}
         self.by_position = np.zeros(MOST_DRAFTS, np.int64)
@@ -86,10 +78,9 @@ class TextDrafter:
 
     @property
     def active(self) -> bool:
-        return self._on and bool(self._slots.max_drafts[self._slots.decoding()].any())
+        return self._switch.on and bool(self._slots.max_drafts[self._slots.decoding()].any())
 
     def propose(self, slots: I32, room: I32, budget: int) -> Drafts:
-        self._proposed = True
         room = np.minimum(room, np.minimum(self._slots.max_drafts[slots], self.options.depth_at(len(slots))))
         made = [self._draft(int(slot)) if most > 0 else NO_DRAFT for slot, most in zip(slots, room, strict=True)]
         length = np.minimum(np.array([len(draft.tokens) for draft in made], np.int32), room).astype(np.int32)
@@ -106,6 +97,7 @@ class TextDrafter:
                 state.survival = survivals[row]
                 state.predicted = state.prediction is not None and draft.source < len(state.prediction)
         self.last = len(slots), int(length.sum())
+        self._switch.proposed(self.last[1])
         return Drafts(tokens, length)
 
     def verified(self, slots: I32, drafted: I32, accepted: I32) -> None:
@@ -171,7 +163,6 @@ class TextDrafter:
         """Return the lengths that are expected to give the most tokens a second."""
         kept = [survival[:number] for survival, number in zip(survivals, length.tolist(), strict=True)]
         choice = self._best(rows, kept, budget)
-        self._unused = 0 if choice.extra else self._unused + 1
         chosen = [sum(chance >= choice.least for chance in one) if choice.extra else 0 for one in kept]
         # Equal chances may exceed the number: those of the last rows go.
         over = sum(chosen) - choice.extra
@@ -181,8 +172,8 @@ class TextDrafter:
         return np.array(chosen, np.int32)
 
     def _best(self, rows: int, survivals: list[list[float]], budget: int) -> Choice:
-        most = min(budget, sum(map(len, survivals)), 2 * max(rows, self.verifying.largest) - rows)
-        seconds = self.verifying.at(np.arange(rows, rows + most + 1), self.plain)
+        most = min(budget, sum(map(len, survivals)), 2 * max(rows, self._verifying.largest) - rows)
+        seconds = self._verifying.at(np.arange(rows, rows + most + 1), self._switch.plain)
         if np.isnan(seconds).any():
             return Choice(0, 0.0, 0.0, 1.0)
         return best_depth(rows, survivals, most, seconds)
@@ -191,47 +182,21 @@ class TextDrafter:
 
     def ended(self, result: StepResult, now: float) -> None:
         """Take in an iteration that ended at `now` and is not committed yet."""
-        batch, last, self._last_end = result.batch, self._last_end, now
-        self._judged, self._proposed = self._proposed, False
-        # The first iteration that is launched ahead still waited for the host.
-        settled = self._judged or not self._after
-        self._after = self._judged
-        self._period, self._accepted = None, 0
-        if settled and last is not None and not batch.num_chunks:
-            self._period = now - last, batch.num_decodes
-            times = self.verifying if self._judged else self.plain
-            times.add(batch.num_tokens, now - last, now)
+        self._accepted = 0
+        if (seconds := self._switch.ended(result, now)) is not None:
+            self._verifying.add(result.batch.num_tokens, seconds, now)
 
     def committed(self, busy: bool) -> None:
         """Decide how to go on, after a commit."""
-        if not busy:
-            self._last_end = None
-        if not self.options.measured or self._period is None:
-            return
-        seconds, requests = self._period
-        now = self._clock()
-        if self._judged:
-            self._judge(seconds, requests, now)
-        elif not self._on:
+        was_on = self._switch.on
+        period = self._switch.committed(busy, self._accepted)
+        if was_on and not self._switch.on:
+            self._shadows.clear()
+            self.last = (0, 0)
+        if period is not None:
+            seconds, requests = period
             self._allowance = min(self._allowance + SHADOW_SHARE * seconds, 0.01)
-            if now >= self.guard.until and self.plain.knows(requests, now):
-                self._consider(requests)
-
-    def _judge(self, seconds: float, requests: int, now: float) -> None:
-        """Compare an iteration that could have drafts with those without."""
-        if not self.plain.knows(requests, now):
-            self._switch(False)  # to measure it
-            return
-        without = seconds * requests / float(self.plain.at(np.array([requests]))[0])
-        pays = self.guard.add(seconds, requests + self._accepted, without, now)
-        if not pays or self._unused >= UNUSED:
-            self._switch(False)
-
-    def _switch(self, on: bool) -> None:
-        self._on, self._unused = on, 0
-        self._shadows.clear()
-        self.last = (0, 0)
-        self.changes += 1
+            self._consider(requests)
 
     def _consider(self, requests: int) -> None:
         """Draft for some requests in turn, without verifying, and begin to verify if that promises more tokens."""
@@ -255,15 +220,16 @@ class TextDrafter:
         # A sample stands for all.
         survivals = [seen[i % len(seen)] for i in range(len(slots))]
         choice = self._best(requests, survivals, MOST_DRAFTS * requests)
-        if choice.extra and choice.rate > GAIN * requests / float(self.plain.at(np.array([requests]))[0]):
-            self._switch(True)
+        self._switch.consider(choice, requests)
+        if self._switch.on:
+            self._shadows.clear()
 
     def stats(self) -> SpeculationStats:
         return SpeculationStats(
             drafts=self.drafts, draft_tokens=dict(self.draft_tokens), accepted_tokens=dict(self.accepted_tokens),
             accepted_by_position={str(i): n for i, n in enumerate(self.by_position.tolist()) if n},
             foreseen_tokens=self.foreseen,
-            last_requests=self.last[0], last_draft_tokens=self.last[1], pauses=self.guard.pauses,
+            last_requests=self.last[0], last_draft_tokens=self.last[1], pauses=self._switch.guard.pauses,
         )  # fmt: skip
 
 

@@ -145,7 +145,7 @@ def test_the_guard_bounds_the_cost_of_text_that_deceives() -> None:
     """Repetitions that end suddenly, where each row costs as much as a token."""
     world = World([breaking(1)], steep, MEASURED)
     assert world.run() < 1.015 * LENGTH * steep(1)
-    assert world.drafter.guard.pauses > 0
+    assert world.drafter.stats().pauses > 0
 
 
 def test_text_that_never_repeats_is_not_drafted() -> None:

@@ -82,7 +82,7 @@ class CudaEagle3:
         group = layer.num_heads // layer.num_kv_heads
         self._space = decode_workspace(1, slots, layer.num_kv_heads, group, layer.head_dim, device)
         self._graphs: dict[int, _Graphs] = {}
-        self._memory: Any = None  # Of all graphs, which run in sequence.
+        self._memory: Any = None  # memory of all graphs, which run in sequence
 
     def attach(self, pool: Tensor, last_token: Tensor) -> None:
         """pool: the KV pool. last_token `[slots]`: see `SampleBuffers`."""
