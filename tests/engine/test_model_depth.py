@@ -151,7 +151,7 @@ def test_drafts_that_become_right_are_verified_again() -> None:
     assert world.rate(1500) > 1.4 * plain(1, flat)
 
 
-def test_models_draft_by_measurement_unless_told_otherwise() -> None:
+def test_models_draft_by_measurement_unless_the_number_is_fixed() -> None:
     head = {"method": "eagle3", "model": "head"}
     assert parse_config(json.dumps(head)).measured
     assert not parse_config(json.dumps({**head, "enable_adaptive_verification": False})).measured
