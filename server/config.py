@@ -62,7 +62,7 @@ class ServeConfig(EngineConfig):
             ),
             OptionGroup(option_groups.MEMORY),
             OptionGroup(option_groups.BATCHING, ("max_queued_requests",), ("max_queued_tokens",)),
-            OptionGroup(option_groups.DEVICES, ("replicas", "data_parallel_size")),
+            OptionGroup(option_groups.DEVICES, ("replicas", "data_parallel_size"), ("mps",)),
             OptionGroup(
                 "security",
                 ("api_key", "api_key_file"),
@@ -157,6 +157,8 @@ class ServeConfig(EngineConfig):
     replicas: int = Field(1, ge=1, le=64)
     """engines per device, with one copy of the weights; requests are balanced over them, and they split the device's
     memory"""
+    mps: bool = False
+    """run the replicas of a GPU at the same time, with NVIDIA MPS, instead of alternating"""
     data_parallel_size: int = Field(1, ge=1, le=64)
     """GPUs to use, each with --replicas engines; on a CPU it multiplies --replicas"""
     models: list[dict[str, JsonValue]] = Field([], title="a list of models, each a text or a mapping with a model")
@@ -280,6 +282,8 @@ class ServeConfig(EngineConfig):
             raise ValueError("give --model or --models, not both")
         if self.served_model_name or self.memory_share is not None:
             raise ValueError("served_model_name and memory_share belong to each model: give them inside --models")
+        if self.mps:
+            raise ValueError("--mps: several models alternate on a GPU; serve one model, with replicas")
         for entry in self.models:
             if unknown := sorted(set(entry) - MODEL_OPTIONS):
                 raise ValueError(f"models: {unknown[0]} is not an option of a single model")
@@ -299,6 +303,8 @@ class ServeConfig(EngineConfig):
             raise ValueError("allowed_media_domains needs image_urls")
         if self.allowed_local_media_path is not None and not expanded(self.allowed_local_media_path).is_dir():
             raise ValueError(f"allowed_local_media_path: there is no folder {self.allowed_local_media_path}")
+        if self.mps and self.replicas == 1:
+            raise ValueError("--mps needs replicas of 2 or more")
         if self.slo and not self.adaptive_limit:
             raise ValueError("--slo needs max_num_seqs auto")
         return self

@@ -31,6 +31,7 @@ from weft.server.daemon.api_process import ApiProcess
 from weft.server.daemon.api_processes import ApiProcesses
 from weft.server.daemon.engine_supervisor import STOP_SECONDS, EngineSupervisor, Process
 from weft.server.daemon.front import Front
+from weft.server.daemon.mps import Mps
 from weft.server.daemon.orphans import Orphans
 from weft.server.daemon.placement import described, place, shares_weights, with_pixels
 from weft.server.daemon.rollout import Rollout
@@ -89,6 +90,9 @@ class Daemon:
         self._config = config
         self._front = Front(config)
         configs = place(config, gpus(), os.sched_getaffinity(0), nodes_here())
+        self._mps = Mps() if config.mps and configs[0].share.gpu else None
+        if config.mps and self._mps is None:
+            logger.warning("--mps has no effect on a CPU")
         rows, engines = config.api_workers + 1, len(configs)
         self._models = config.each
         self._numbers = config.engine_numbers
@@ -161,9 +165,13 @@ class Daemon:
     async def run(self) -> int:
         handle(self._on_signal, self._on_hang_up, self._log_stacks)
         watchdog = Watchdog(Watch(self.heartbeats), self._watched_processes)
+        if self._mps is not None:
+            await self._mps.start()
         work = [self._run_engine(supervisor) for supervisor in self._engines.values()]
         work += [self._api.keep(i) for i in range(self._config.api_workers)]
         work += [self._sleep_manager.run(), self._front.notifier.watch(), watchdog.run(), Orphans().run()]
+        if self._mps is not None:
+            work.append(self._mps.watch())
         supervisors = list(map(self._begin, work))
         try:
             await self._wait_any(self._stop_requested.wait())
@@ -223,6 +231,8 @@ class Daemon:
             self.fail("a process does not end")
         for supervisor in self._engines.values():
             supervisor.close()
+        if self._mps is not None:
+            await self._mps.stop()
         if self._folder is not None:
             self._folder.cleanup()
         if self.pixels is not None:

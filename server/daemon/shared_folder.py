@@ -1,7 +1,7 @@
-"""`SharedFolder`: a temporary folder for the responses that a daemon's API processes share.
+"""`SharedFolder`: a temporary folder for what a daemon's processes share, such as stored responses.
 
 A daemon removes its folder when it ends. It also locks the folder while it lives, so that the next daemon can remove
-folders that a killed daemon left behind: they contain users' responses.
+folders that a killed daemon left behind: they may contain users' responses.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 from weft.engine.errors import ConfigError
@@ -23,16 +24,17 @@ class SharedFolder:
     """A locked temporary folder.
 
     Attributes:
-    name: its path."""
+    name: its path.
+    lock: a descriptor that holds the lock. Processes that inherit it keep the lock."""
 
-    def __init__(self) -> None:
-        """Raises `OSError`."""
-        _remove_abandoned(Path(tempfile.gettempdir()))
+    def __init__(self, prefix: str = PREFIX, before_removal: Callable[[Path], None] = lambda _: None) -> None:
+        """before_removal: called with each folder that a killed daemon left behind. Raises `OSError`."""
+        _remove_abandoned(Path(tempfile.gettempdir()), prefix, before_removal)
         made = Path(tempfile.mkdtemp(prefix="weft-"))  # mode 0700
-        lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        self.name = str(made.rename(made.with_name(PREFIX + made.name.removeprefix("weft-"))))
-        self._end = weakref.finalize(self, _remove, self.name, lock)
+        self.lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+        self.name = str(made.rename(made.with_name(prefix + made.name.removeprefix("weft-"))))
+        self._end = weakref.finalize(self, _remove, self.name, self.lock)
 
     def cleanup(self) -> None:
         """Idempotent."""
@@ -55,8 +57,8 @@ def _remove(name: str, lock: int) -> None:
     os.close(lock)
 
 
-def _remove_abandoned(parent: Path) -> None:
-    for folder in parent.glob(f"{PREFIX}*"):
+def _remove_abandoned(parent: Path, prefix: str, before_removal: Callable[[Path], None]) -> None:
+    for folder in parent.glob(f"{prefix}*"):
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:  # gone, or another user's
@@ -66,4 +68,5 @@ def _remove_abandoned(parent: Path) -> None:
         except OSError:  # its daemon is alive
             os.close(lock)
         else:
+            before_removal(folder)
             _remove(str(folder), lock)
