@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from live import running
 from pydantic import ValidationError
 
 from weft.engine.wire.child import has_ended
@@ -213,6 +214,21 @@ async def test_a_name_in_the_environment_without_a_process_is_replaced(
     assert os.environ[PIPE] == str(machine.folders[0])
     await one.stop()
     assert os.environ[PIPE] == str(dead)
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="engines would use the GPU, which the stand-in cannot share")
+@pytest.mark.parametrize("kill", [False, True])
+async def test_the_engines_of_a_daemon_use_it(machine: Machine, tmp_path: Path, kill: bool) -> None:
+    with running(tmp_path, "--model", "demo", "--replicas", "2", "--mps") as daemon:
+        (folder,) = machine.folders
+        engines = daemon.children("weft.engine.process")
+        assert len(engines) == 2
+        for engine in engines:
+            assert f"{PIPE}={folder}".encode() in Path(f"/proc/{engine}/environ").read_bytes().split(b"\0")
+        if kill:
+            daemon.process.kill()
+    await until(lambda: machine.clean)
 
 
 DAEMON = """
