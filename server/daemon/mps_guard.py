@@ -39,7 +39,7 @@ def quit_mps(program: str, folder: Path, seconds: int = QUIT_SECONDS) -> None:
     with suppress(OSError, subprocess.TimeoutExpired):
         subprocess.run(
             [program], input=f"quit -t {seconds}\n".encode(), env=environment(folder), timeout=2 * seconds,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False, preexec_fn=end_with_parent,
         )  # fmt: skip
 
 

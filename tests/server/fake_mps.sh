@@ -11,15 +11,16 @@ if [ "$1" = -f ]; then
     server=$!
     echo $$ >>"$FAKE_MPS_PIDS"
     echo $server >>"$FAKE_MPS_PIDS"
+    echo $server >"$FAKE_MPS_PIDS.server"
     trap 'kill $server; exit 0' TERM
+    echo "devices: $CUDA_VISIBLE_DEVICES."
     echo $$ >"$pipes/control.new"
     mv "$pipes/control.new" "$pipes/control"
-    echo "devices: $CUDA_VISIBLE_DEVICES."
     wait $server
     exit 0
 fi
 read -r line
-[ "$FAKE_MPS" = mute ] && exec sleep 1000
+[ "$FAKE_MPS" = mute ] && echo $$ >>"$FAKE_MPS_PIDS" && exec sleep 1000
 [ -f "$pipes/control" ] && kill -0 "$(cat "$pipes/control")" || exit 1
 case $line in
     quit*) echo "$line" >>"$FAKE_MPS_PIDS.quit"; kill -TERM "$(cat "$pipes/control")" ;;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -52,6 +53,12 @@ class Machine:
     @property
     def folders(self) -> list[Path]:
         return list(self.folder.glob(f"{PREFIX}*"))
+
+    def kill_server(self) -> None:
+        """Kill the server, if it has started."""
+        if (file := self.folder / "pids.server").exists():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(file.read_text()), signal.SIGKILL)
 
     @property
     def clean(self) -> bool:
@@ -132,7 +139,7 @@ async def test_replicas_alternate_if_it_does_not_start(
     assert not one.active
     assert f"replicas run without MPS and alternate on their GPU: {reason}" in caplog.text
     if how == "mute":  # the guard was killed, so the server that it would have killed runs on
-        os.kill(machine.pids[1], signal.SIGKILL)
+        machine.kill_server()
     await until(lambda: machine.clean)
 
 
@@ -259,7 +266,7 @@ async def test_kill_9_leaves_nothing_behind(machine: Machine, guard_too: bool) -
         daemon.stdout.close()  # type: ignore[union-attr]
     if guard_too:  # the kernel ends the control process; the next daemon removes the folder
         await until(lambda: has_ended(machine.pids[0]))
-        os.kill(machine.pids[1], signal.SIGKILL)
+        machine.kill_server()
         (left,) = machine.folders
         one = Mps()
         await one.start()
