@@ -36,6 +36,7 @@ from weft.kernels.matmul.fp8_hopper import gated
 from weft.kernels.matmul.gemm_activations import activate
 from weft.kernels.matmul.gemm_hopper import page_rows
 from weft.kernels.matmul.gemm_launch import Workspace
+from weft.kernels.matmul.gemm_tiles import rotated
 
 
 @gluon.jit
@@ -89,7 +90,8 @@ def _to_heads(
         y = gl.where((col < (HQ + HKV) * D)[:, None], y * inverse[None, :] * weight[:, None], y)
     a, b = _pairs(y)
     cos, sin = _pairs(cos_sin)
-    turned = gl.join(a * cos - b * sin, b * cos + a * sin)
+    a, b = rotated(a, b, cos, sin)
+    turned = gl.join(a, b)
     turned = gl.convert_layout(gl.reshape(gl.permute(turned, (0, 2, 1)), (128, y.shape[1])), L)
     y = gl.where((col >= (HQ + HKV) * D)[:, None], y, turned).to(DTYPE)
     real = (tok < live)[None, :]

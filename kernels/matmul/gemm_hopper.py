@@ -32,7 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from weft.kernels.common.hopper import follow_previous, live_tokens, load_operands, load_tile, ring_barriers, store_tile
 from weft.kernels.matmul.gemm_activations import activate, gate_with
 from weft.kernels.matmul.gemm_launch import Launch
-from weft.kernels.matmul.gemm_tiles import tile_of
+from weft.kernels.matmul.gemm_tiles import rotated, tile_of
 
 BLOCK_TOKENS, BLOCK_FEATURES, BLOCK_DEPTH = 128, 256, 64
 
@@ -134,8 +134,9 @@ def rotate_half(y, cos_sin, skip):
     y_pairs = gl.reshape(y, (ROWS, WIDTH // 2, 2))
     a, b = gl.split(y_pairs)
     cos, sin = gl.split(gl.reshape(cos_sin, (ROWS, WIDTH // 2, 2)))
-    rotated = gl.reshape(gl.join(a * cos - b * sin, b * cos + a * sin), (ROWS, WIDTH))
-    return gl.where(skip, y, gl.convert_layout(rotated, y.type.layout))
+    a, b = rotated(a, b, cos, sin)
+    turned = gl.reshape(gl.join(a, b), (ROWS, WIDTH))
+    return gl.where(skip, y, gl.convert_layout(turned, y.type.layout))
 
 
 @gluon.jit

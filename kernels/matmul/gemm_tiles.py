@@ -100,6 +100,15 @@ def columns(acc, INDEX: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
+def rotated(a, b, cos, sin):
+    """Rotate pairs (a, b) by (cos, sin), float32.
+
+    The roundings are written out. A compiler may fuse either product of `b * cos + a * sin` with the sum, and chose
+    differently in different kernels: a row's bits followed the tiles."""
+    return tl.fma(a, cos, -(b * sin)), tl.fma(b, cos, a * sin)
+
+
+@triton.jit
 def row_scale(sumsq, rows, live, stride, width, eps, PARTS: tl.constexpr):
     """Return 1 / rms of `rows` from partial sums of squares `[sums, tokens]`, added in order."""
     BLOCK: tl.constexpr = triton.next_power_of_2(PARTS)

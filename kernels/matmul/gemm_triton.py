@@ -32,6 +32,7 @@ from weft.kernels.matmul.gemm_tiles import (
     join_splits,
     live_tokens,
     prefetch_first,
+    rotated,
     row_scale,
     tile_of,
 )
@@ -142,7 +143,8 @@ def rotate(y, cos_sin, skip):
     a, b = tl.split(tl.reshape(y, (BM, W // 2, 2)))
     cos, sin = tl.split(tl.reshape(cos_sin, (BM, W // 2, 2)))
     cos = tl.where(skip, 1.0, cos)
-    return tl.reshape(tl.join(a * cos - b * sin, b * cos + a * sin), (BM, W))
+    a, b = rotated(a, b, cos, sin)
+    return tl.reshape(tl.join(a, b), (BM, W))
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from weft.kernels.common.block_sizes import head_block
 from weft.kernels.common.dependent_launch import begin, pdl_options, release
 from weft.kernels.formats.fp8 import E4M3, KvScales
 from weft.kernels.formats.fp8_triton import saturated
+from weft.kernels.matmul.gemm_tiles import rotated
 
 BLOCK = 2048  # Numbers that a program processes at once.
 
@@ -73,8 +74,8 @@ def _place_kernel(
                     weight = tl.where(is_q, q_weight[None, :], k_weight[None, :])
                 y = tl.where(is_v, y, y * inverse[:, None] * weight)
             a, b = tl.split(tl.reshape(y, (HEADS, DP // 2, 2)))
-            turned = tl.join(a * cos[None, :] - b * sin[None, :], b * cos[None, :] + a * sin[None, :])
-            y = tl.where(is_v, y, tl.reshape(turned, (HEADS, DP))).to(value.dtype)
+            a, b = rotated(a, b, cos[None, :], sin[None, :])
+            y = tl.where(is_v, y, tl.reshape(tl.join(a, b), (HEADS, DP))).to(value.dtype)
             tl.store(q_out + token.to(tl.int64) * (HQ * D) + at, y, mask=real & is_q)
             kv_head = (head - HQ)[:, None] - tl.where(is_v, HKV, 0)
             target = kv + (page + tl.where(is_v, PAGE, 0)) * (HKV * D) + kv_head * D + d[None, :]
