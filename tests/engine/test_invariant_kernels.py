@@ -103,8 +103,8 @@ def test_no_sum_of_two_products_is_left_to_the_compiler(
             continue
         code = kernel.function._do_compile(*kernel.arguments).asm["llir"]
         products = set(re.findall(r"(%\S+) = fmul ", code))
-        sums = re.findall(r" = f(?:add|sub) (?:\w+ )*float (%\S+), (%\S+)", code)
-        assert sums
+        sums = re.findall(r" = f(?:add|sub) (?:\w+ )*float ([^\s,]+), ([^\s,]+)", code)
+        assert sums or kind == "plain"
         assert not [pair for pair in sums if products.issuperset(pair)], (kernel.name, kind)
         checked.add((kernel.function.is_gluon(), kind))
     assert checked >= {(False, "qkv"), (True, "qkv"), (False, "gate_up"), (True, "gate_up")}
