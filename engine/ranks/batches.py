@@ -7,7 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from weft.engine.ranks.links import Bytes
-from weft.engine.runner.iteration.batch import Batch, CountReset, Pooled, PromptLogprobs, SamplingInputs, StateRows
+from weft.engine.runner.iteration.batch import (
+    Batch,
+    CountReset,
+    ImageInputs,
+    Pooled,
+    PromptLogprobs,
+    SamplingInputs,
+    StateRows,
+)  # fmt: skip
 from weft.engine.wire.sampling import COLUMNS
 
 _I, _F = np.int32, np.float32
@@ -21,6 +29,7 @@ _KINDS: tuple[type[np.generic], ...] = (
     *(_I, _I),  # hidden states
     *(_I, np.bool_, _I, _I, _I, _I),  # recurrent states
     _I,  # adapters of requests; none: no request has one
+    *(_I, _I, _I),  # images: rows of tokens, rotary positions and last keys; none: no token depends on an image
 )
 
 
@@ -48,6 +57,7 @@ def arrays_of(batch: Batch) -> list[np.ndarray]:
         np.concatenate([p.token_rows for p in batch.pooled] or [empty]),
         *(batch.states if batch.states is not None else [empty] * len(StateRows._fields)),
         empty if batch.adapters is None else batch.adapters,
+        *(empty if part is None else part for part in batch.images or (None,) * len(ImageInputs._fields)),
     ]  # fmt: skip
     return [np.asarray(array, kind) for array, kind in zip(arrays, _KINDS, strict=True)]
 
@@ -65,7 +75,7 @@ def batch_of(arrays: Sequence[Bytes]) -> Batch:
     columns = dict(zip((column.name for column in COLUMNS), take(len(COLUMNS)), strict=True))
     resets, tokens, scores, token_rows, targets, pooled, pooled_rows = take(7)
     read, fresh, write, rows, ends, copies = take(len(StateRows._fields))
-    (adapters,) = take(1)
+    adapters, image_rows, rope, until = take(1 + len(ImageInputs._fields))
     cleared, scored, wanted = (
         resets.reshape(-1, 3).tolist(),
         scores.reshape(-1, 3).tolist(),
@@ -93,6 +103,9 @@ def batch_of(arrays: Sequence[Bytes]) -> Batch:
             copies.reshape(-1, state_pages),
         ),
         drafted=bool(drafted), adapters=adapters if len(adapters) else None,
+        images=ImageInputs(
+            image_rows, rope.reshape(3, -1) if len(rope) else None, until if len(until) else None
+        ) if len(image_rows) else None,
     )  # fmt: skip
 
 

@@ -30,14 +30,22 @@ from weft.engine.ranks.operations import BROKEN, DONE, LOST, PENDING, POLL_SECON
 from weft.engine.ranks.ring import Kind, RingReader
 from weft.engine.runner.cpu.cpu_runner import CpuRunner
 from weft.engine.runner.device.collectives import Collectives
+from weft.engine.runner.device.image_rows import ImagePool
 from weft.engine.runner.device.runner import InFlight, Runner
-from weft.engine.runner.iteration.batch import Batch
+from weft.engine.runner.iteration.batch import I32, Batch
 from weft.engine.wire.heartbeat import HEARTBEAT_SECONDS
 from weft.engine.wire.page_keys import KEY_BYTES
 
 _OF_JOB = {Outcome.PENDING: PENDING, Outcome.DONE: DONE, Outcome.LOST: LOST, Outcome.BROKEN: BROKEN}
 LAUNCHED_SECONDS = 0.02  # Seconds between checks of a launched GPU iteration while no further one arrives.
 AHEAD = 1  # Iterations launched after the one being waited for, as on rank 0.
+
+
+class Embeddings(NamedTuple):
+    """Embeddings of images for rows of the pool."""
+
+    rows: I32
+    values: Bytes
 
 
 class _HeldCopy(NamedTuple):
@@ -69,16 +77,16 @@ def _outcome(work: Copy | Job) -> int:
 class Follower:
     def __init__(
         self, links: Links, runner: Runner, collectives: Collectives, file: StoreFile | None, threads: int,
-        reopen: Callable[[], StoreFile], adapters: FollowingAdapters | None = None,
+        reopen: Callable[[], StoreFile], adapters: FollowingAdapters | None = None, images: ImagePool | None = None,
     ) -> None:  # fmt: skip
         """file: the file of this rank's SSD tier. threads: compute threads for iterations. reopen: opens the file
-        after its disk failed."""
+        after its disk failed. images: the embeddings of images, if the model takes any."""
         self._links, self._runner, self._collectives, self._file = links, runner, collectives, file
-        self._threads, self._reopen, self._adapters = threads, reopen, adapters
+        self._threads, self._reopen, self._adapters, self._images = threads, reopen, adapters, images
         self._ring = RingReader(links)
         self._outcomes, self._state = links.outcomes()[links.rank], links.state(links.rank)
-        self._batches: queue.SimpleQueue[Batch | Callable[[], None] | None] = queue.SimpleQueue()
-        """Iterations, and changes of adapters between them."""
+        self._batches: queue.SimpleQueue[Batch | Embeddings | Callable[[], None] | None] = queue.SimpleQueue()
+        """Iterations, and embeddings and changes of adapters between them."""
         self._taken = self._computed = 0
         """Iterations taken from the ring, and iterations computed on this rank."""
         self._held: deque[_HeldCopy] = deque()
@@ -96,7 +104,11 @@ class Follower:
         listener.start()
         with torch.inference_mode():
             while (batch := self._next(heartbeat)) is not None:
-                if callable(batch):
+                if isinstance(batch, Embeddings):
+                    assert self._images is not None
+                    with torch.cuda.stream(getattr(self._runner, "stream", None)):  # after launched iterations
+                        self._images.put(*batch)
+                elif callable(batch):
                     self._wait_for_launched(0)
                     batch()
                 elif isinstance(self._runner, CpuRunner):
@@ -110,7 +122,7 @@ class Follower:
         listener.join()
         self._runner.close()
 
-    def _next(self, heartbeat: Callable[[], None]) -> Batch | Callable[[], None] | None:
+    def _next(self, heartbeat: Callable[[], None]) -> Batch | Embeddings | Callable[[], None] | None:
         while True:
             heartbeat()
             try:
@@ -143,6 +155,9 @@ class Follower:
         if kind is Kind.BATCH:
             self._taken += 1
             self._batches.put(batch_of(arrays))
+            return True
+        if kind is Kind.EMBEDDINGS:
+            self._batches.put(Embeddings(arrays[0].view(np.int32), arrays[1]))
             return True
         if kind is Kind.END:
             return False

@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import RankLost
@@ -34,19 +36,23 @@ from weft.engine.ranks.runners import rank_runner
 from weft.engine.ranks.shared_collectives import SharedCollectives
 from weft.engine.runner.device.collectives import Collectives
 from weft.engine.runner.device.compile_job import CompileJob
+from weft.engine.runner.device.image_rows import ImageRows
 from weft.engine.runner.device.runner import InFlight, Runner
-from weft.engine.runner.iteration.batch import Batch
+from weft.engine.runner.iteration.batch import I32, Batch
 from weft.engine.runner.memory.sleep import Sleepless
 from weft.engine.runner.options.resolve import ResolvedConfig
 
 OTHER_FAILED = "the disk of another rank failed"
+PART_BYTES = 1 << 20  # Embeddings in one order.
 
 
 def lead(
     links: Links, spec: ModelSpec, weights: Weights, options: EngineConfig, config: ResolvedConfig, model: str,
-    progress: Progress | None = None, compiling: CompileJob | None = None, *, store: bool,
+    progress: Progress | None = None, compiling: CompileJob | None = None, images: ImageRows | None = None, *,
+    store: bool,
 ) -> LeadingRunner:  # fmt: skip
-    """Wait until all ranks are ready and agree, then return rank 0's runner. store: rank 0 has an SSD tier file.
+    """Wait until all ranks are ready and agree, then return rank 0's runner. images: see `make_runner`. store: rank 0
+    has an SSD tier file.
 
     Raises `RankLost`, `ConfigError` or `OutOfMemory`."""
     if progress is not None:
@@ -55,8 +61,11 @@ def lead(
     config, stores = agree(collectives, config, model, store=store)
     if store and not stores:
         notice("the SSD tier is off: not every rank has one")
-    runner = rank_runner(links, spec, weights, options, config, collectives, progress, compiling)
-    return LeadingRunner(runner, links, collectives, stores=stores)
+    runner = rank_runner(links, spec, weights, options, config, collectives, progress, compiling, images)
+    leading = LeadingRunner(runner, links, collectives, stores=stores)
+    if images is not None:
+        images.spread = leading.send_embeddings
+    return leading
 
 
 class LeadingRunner:
@@ -89,6 +98,13 @@ class LeadingRunner:
     def make_store(self, file: StoreFile, host: Bytes, remainders: Remainders | None) -> LeadingStore:
         """Open the store of the SSD tier; call `copy_engine` first."""
         return LeadingStore(SsdStore(file, host, remainders), self._ring, self._operations, self._others)
+
+    def send_embeddings(self, rows: I32, made: Tensor) -> None:
+        """Send embeddings to the pools of the other ranks, in parts, so that iterations wait for one part at most."""
+        values = made.contiguous().view(torch.uint8).cpu().numpy().reshape(len(rows), -1)
+        step = max(1, PART_BYTES // values.shape[1])
+        for at in range(0, len(rows), step):
+            self._ring.send(Kind.EMBEDDINGS, rows[at : at + step], values[at : at + step])
 
     def launch(self, batch: Batch) -> InFlight:
         self._ring.send(Kind.BATCH, *arrays_of(batch))

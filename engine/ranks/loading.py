@@ -120,7 +120,7 @@ class Loading:
             return Loaded(weights, runner, SsdStore, store, images, draft)
         assert isinstance(weights, Weights)
         leading = lead(
-            self._ranks.links, self.own, weights, config, resolved, self.model_id, phases, self._compiling,
+            self._ranks.links, self.own, weights, config, resolved, self.model_id, phases, self._compiling, images,
             store=store is not None,
         )  # fmt: skip
-        return Loaded(weights, leading, leading.make_store, store if leading.stores else None)
+        return Loaded(weights, leading, leading.make_store, store if leading.stores else None, images)

@@ -40,7 +40,7 @@ def _serve(config: EngineConfig, links: Links, heartbeat: Heartbeat, start_timeo
     from weft.engine.memory.model_id import model_id
     from weft.engine.memory.tier_setup import open_store, reopened
     from weft.engine.model.adapter import AdapterReader
-    from weft.engine.model.directory import read_spec
+    from weft.engine.model.directory import read_config, read_spec
     from weft.engine.model.implementation import in_format
     from weft.engine.ranks.adapters import FollowingAdapters
     from weft.engine.ranks.agreement import agree
@@ -49,6 +49,7 @@ def _serve(config: EngineConfig, links: Links, heartbeat: Heartbeat, start_timeo
     from weft.engine.ranks.shared_collectives import SharedCollectives
     from weft.engine.runner.options.resolve import resolve, served_as
     from weft.engine.runner.start.load import prepare, read_weights, within_memory
+    from weft.engine.runner.start.vision import image_pool
 
     whole = in_format(read_spec(config.model_path), config.quantization)
     spec = served_as(whole, config).shard(links.rank, links.ranks)
@@ -66,13 +67,17 @@ def _serve(config: EngineConfig, links: Links, heartbeat: Heartbeat, start_timeo
         if file is not None and not stores:
             file.close()
             file = None
-        runner = rank_runner(links, spec, weights, config, resolved, collectives, report)
+        images = image_pool(read_config(config.model_path), whole, config, resolved)
+        runner = rank_runner(links, spec, weights, config, resolved, collectives, report, images=images)
         links.on_progress = heartbeat
     adapters = None
     if config.adapters and runner.adapters is not None:
         reader = AdapterReader(spec, config.model_path, resolved.compute_dtype, config.max_lora_rank)
         adapters = FollowingAdapters(runner.adapters, reader)
-    Follower(links, runner, collectives, file, resolved.cpu_threads, lambda: reopened(*store), adapters).run(heartbeat)
+    follower = Follower(
+        links, runner, collectives, file, resolved.cpu_threads, lambda: reopened(*store), adapters, images
+    )
+    follower.run(heartbeat)
 
 
 def main() -> int:

@@ -41,6 +41,7 @@ class Kind(IntEnum):
     ADD_ADAPTER = 13
     """Give an adapter that was read its number in batches. The orders of adapters keep their place among iterations."""
     DROP_ADAPTER = 14
+    EMBEDDINGS = 15  # Write embeddings of an image to these rows of the pool, before later iterations read them.
 
 
 class Order(NamedTuple):

@@ -20,6 +20,7 @@ from weft.engine.ranks.shared_collectives import SharedCollectives
 from weft.engine.runner.cpu.cpu_runner import CpuRunner
 from weft.engine.runner.device.collectives import RankGroup
 from weft.engine.runner.device.compile_job import CompileJob
+from weft.engine.runner.device.image_rows import ImagePool
 from weft.engine.runner.device.runner import Runner
 from weft.engine.runner.options.resolve import ResolvedConfig
 from weft.engine.runner.start.make import make_runner
@@ -73,12 +74,13 @@ def _tiles_agree(host: SharedCollectives, products: list[torch.Tensor], sms: int
 def rank_runner(
     links: Links, spec: ModelSpec, weights: Weights, options: EngineConfig, config: ResolvedConfig,
     host: SharedCollectives, progress: Progress | None = None, compiling: CompileJob | None = None,
+    images: ImagePool | None = None,
 ) -> Runner:  # fmt: skip
     """Build a rank's runner; see `make_runner`. spec, weights: the rank's shard.
 
     Collective: returns once all ranks have their runners. Raises `ConfigError`, `OutOfMemory` or `RankLost`."""
     if config.device.type != "cuda":
-        runner: Runner = CpuRunner(spec, weights, config, host)
+        runner: Runner = CpuRunner(spec, weights, config, host, images)
         barrier(host)
         return runner
     from weft.engine.runner.cuda.peer_collectives import PeerCollectives, PeerLayout  # needs Triton
@@ -87,6 +89,6 @@ def rank_runner(
     device = PeerCollectives(PeerMemory(sizes.total, config.device, host), links.rank, links.ranks, sizes)
     links.on_lost = device.abort_waits
     rank_group = RankGroup(host, device, links.check, partial(_use_tuned_steps, device, host, spec, weights, config))
-    runner = make_runner(spec, weights, options, config, progress, compiling, rank_group)
+    runner = make_runner(spec, weights, options, config, progress, compiling, rank_group, images)
     barrier(host)
     return runner

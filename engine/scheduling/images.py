@@ -84,8 +84,8 @@ class Images:
             return str(error)
         if count != expected:
             return f"its span holds {count} embeddings, but its tiles give {expected}"
-        if self._vision.rope_grid and count != image.length:
-            return "its grid has other tokens between its embeddings"
+        if (self._vision.rope_grid or self._vision.bidirectional) and count != image.length:
+            return "it has other tokens between its embeddings"
         if count > self.pool.capacity:
             return f"it has {count} embeddings, more than --encoder-cache-tokens {self.pool.capacity}"
         return ""
@@ -125,10 +125,15 @@ class Images:
                 if any(image.rows is rows for image in request.images):
                     self.refused[request] = UNENCODED, Finish.NONFINITE
 
-    def most(self, slot: int, done: int, length: int, *, first: bool) -> int:
+    @property
+    def undivided(self) -> int:
+        """Most tokens of an image that no chunk may cut; 0: chunks may cut images."""
+        return self._vision.bidirectional
+
+    def most(self, slot: int, done: int, length: int, room: int | None, *, first: bool) -> int:
         """Return how many of the `length` tokens from `done` on can be computed now. Images that they need and that are
-        not encoded become due. If attention is bidirectional within images, no chunk ends inside one: `first` tokens of
-        an iteration may then be more than `length`, up to the image's end."""
+        not encoded become due. If attention is bidirectional within images, no chunk ends inside one: the `first`
+        tokens of a chunk may then be more than `length`, up to the image's end, but no more than `room`."""
         request = self._slots.of(slot)
         if length <= 0 or request in self.refused:
             return 0
@@ -142,7 +147,8 @@ class Images:
                     self._waiting.add(request)
                 return max(0, image.start - done)
             if self._vision.bidirectional and image.end > done + length:
-                return image.end - done if first and image.start <= done else max(0, image.start - done)
+                whole = first and image.start <= done and (room is None or image.end - done <= room)
+                return image.end - done if whole else max(0, image.start - done)
         return length
 
     def _ready(self, request: Request, image: PromptImage) -> bool:

@@ -57,6 +57,9 @@ class Prefills:
         self._loose, self._images = loose, images
         self._steps: tuple[int, ...] = (chunk_step,)  # where the iteration being formed may cut prompts, coarsest first
         self._cut: Cut | None = None  # a further limit besides the budget
+        self._budget = 0  # of the iteration being formed
+        self._least_left = max(chunk_step, 0 if images is None else images.undivided)
+        """Tokens that the shortest prompts leave to the others, so that these continue."""
 
     def in_turn(self) -> list[Request]:
         """Return the prompts in progress, in order. Prompts that started early are left out until their turn."""
@@ -69,14 +72,14 @@ class Prefills:
         prompts, then come running prefills, then new requests. Prompts that started early continue at their turn among
         the new requests."""
         s, queue = self._slots, self._waiting
-        self._chunks, self._cut = {}, cut
+        self._chunks, self._cut, self._budget = {}, cut, budget
         finer = self._loose and budget < self._chunk_step
         self._steps = (self._chunk_step, s.page_size, 1) if finer else (self._chunk_step,)
         going: list[int] = s.prefilling().tolist()
         if len(queue) or len(going) > 1:
             if cut is not None:
                 cut.early = True
-            budget -= self._shortest_first(going, self._fairness.share(budget, self._chunk_step))
+            budget -= self._shortest_first(going, self._fairness.share(budget, self._least_left))
             if cut is not None:
                 cut.early = False
         early: list[Request] = []
@@ -170,7 +173,9 @@ class Prefills:
         length = target - done
         allowed = budget if cut is None else cut.most(done, min(length, budget))
         if self._images is not None:
-            allowed = self._images.most(slot, done, min(length, allowed), first=not taken)
+            # The first chunk of an iteration may hold a larger image than the budget.
+            room = self._budget - sum(self._chunks.values()) if self._chunks else None
+            allowed = self._images.most(slot, done, min(length, allowed), room, first=not taken)
         if length > allowed:
             cuts = ((done + allowed) // step * step - done for step in self._steps)
             length = next((length for length in cuts if length > 0), 0)

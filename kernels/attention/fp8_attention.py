@@ -72,7 +72,7 @@ def decode_attention(
 def prefill_attention(
     q: Tensor, kv: Tensor, scales: KvScales, layer: int, page_table: Tensor, items: Tensor, num_items: Tensor, *,
     out: Out, num_sms: int, scale: float | None = None, window: int | None = None, softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, until: Tensor | None = None,
 ) -> Out:  # fmt: skip
     """Like `prefill_attention.prefill_attention`, for kv `[pages, layers, 2, page_size, Hkv, D]` in e4m3."""
     _check(q, kv, items, page_table, scales)
@@ -80,7 +80,7 @@ def prefill_attention(
     width = head_block(head_dim)
     plain_prefill_kernel[(num_sms,)](
         q, kv.view(torch.uint8), scales.scale, *output_args(out, len(q), head_dim), page_table, page_table.stride(0),
-        items, num_items, layer, layers, log2_scale(scale, head_dim), sinks,
+        items, num_items, layer, layers, log2_scale(scale, head_dim), sinks, until,
         HKV=num_kv_heads, G=q.shape[1] // num_kv_heads, D=head_dim, DP=width, PAGE=page_size, BM=TILE_ROWS,
         BN=64 if width <= 128 else 32, STAGES=2, DTYPE=_DTYPES[q.dtype], WINDOW=window or 0, SOFTCAP=softcap,
         num_warps=8, **pdl_options(),

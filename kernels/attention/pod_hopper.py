@@ -65,7 +65,7 @@ def produce_tiles(
         mbarrier.arrive(drawn.index(turn & 1), count=1)
         turn += 1
         count = load_task(kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, table, stride_table, items, task, layer,
-                     layers, count, HKV, PAGE, BN, BOX, D, DP, STAGES, WINDOW, FIELDS)  # fmt: skip
+                     layers, count, None, HKV, PAGE, BN, BOX, D, DP, STAGES, WINDOW, FIELDS)  # fmt: skip
         task = gl.atomic_add(tickets, 1, sem="relaxed")  # as late as possible, so that idle producers get it first
     mbarrier.wait(taken.index(turn & 1), ((turn >> 1) & 1) ^ 1)
     write_word(task_smem.index(turn & 1), -1)
@@ -93,7 +93,7 @@ def consume_tiles(
     task = _next(task_smem, drawn, taken, turn)
     while task >= 0:
         count = attend(q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, task, scale, sinks,
-                       partial, arrived, count, WG, HKV, G, BN, BOX, D, DP, STAGES, DTYPE, WINDOW, SOFTCAP,
+                       partial, arrived, count, None, WG, HKV, G, BN, BOX, D, DP, STAGES, DTYPE, WINDOW, SOFTCAP,
                        FIELDS)  # fmt: skip
         turn += 1
         task = _next(task_smem, drawn, taken, turn)

@@ -27,13 +27,14 @@ from weft.kernels.common.gpu import is_hopper, on_gpu
 
 @triton.jit
 def prefill_step(
-    query, k, v, token, limit, m, norm, acc, scale, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr
-):
+    query, k, v, token, position, limit, m, norm, acc, scale, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
     """Process one block of keys and values `[BN, DP]` against `query [BM, DP]`, as `decode_attention.decode_step`."""
     s = soft_cap(tl.dot(query, k.T) * scale, SOFTCAP)
     s = tl.where(token[None, :] <= limit[:, None], s, float("-inf"))
     if WINDOW > 0:
-        s = tl.where(token[None, :] > limit[:, None] - WINDOW, s, float("-inf"))
+        s = tl.where(token[None, :] > position[:, None] - WINDOW, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, axis=1))
     p = tl.exp2(s - m_new[:, None])
     alpha = tl.exp2(m - m_new)
@@ -45,7 +46,7 @@ def prefill_step(
 @triton.jit(do_not_specialize=["layer"])
 def plain_prefill_kernel(
     q, kv, kv_scale, out, out_scale, stride_scale, table, stride_table, items, num_items, layer, layers, scale, sinks,
-    HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
+    until, HKV: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +64,11 @@ def plain_prefill_kernel(
         start = tl.load(item + 2)
         pages = table + tl.load(item + 3).to(tl.int64) * stride_table
         end = start + queries
-        limit = start + rows // G
+        position = start + rows // G
+        limit = position
+        if until is not None:  # they ascend within a chunk
+            limit = tl.load(until + q_row + tl.minimum(rows // G, queries - 1))
+            end = tl.load(until + q_row + queries - 1) + 1
         mine = (rows // G < queries)[:, None]
         if DP != D:
             mine = mine & (d < D)[None, :]
@@ -92,7 +97,7 @@ def plain_prefill_kernel(
                 whole = whole & (d < D)[None, :]
             k = load_rows(k_at, whole)
             v = load_rows(k_at + PAGE * HKV * D, whole)
-            m, norm, acc = prefill_step(query, k, v, token, limit, m, norm, acc, factor, WINDOW, SOFTCAP, MMA)
+            m, norm, acc = prefill_step(query, k, v, token, position, limit, m, norm, acc, factor, WINDOW, SOFTCAP, MMA)
         norm = with_sink(norm, m, sinks, head * G + rows % G, rows // G < queries)
         y = acc / norm[:, None]
         if v_scale is not None:
@@ -129,7 +134,7 @@ def _hopper(q: Tensor, head_dim: int) -> bool:
 def prefill_attention(
     q: Tensor, kv: Tensor, layer: int, page_table: Tensor, items: Tensor, num_items: Tensor, *, out: Out, num_sms: int,
     scale: float | None = None, window: int | None = None, softcap: float = 0.0, sinks: Tensor | None = None,
-    space: PrefillWorkspace | None = None, portable: bool = False,
+    until: Tensor | None = None, space: PrefillWorkspace | None = None, portable: bool = False,
 ) -> Out:  # fmt: skip
     """Attention of the chunks' rows of `q [T, Hq, D]` over their pages.
 
@@ -137,23 +142,25 @@ def prefill_attention(
     layers, 2, page_size, Hkv, D]`, page_size 16, 32, 64 or 128; page_table `[rows, max_pages]` int32; items
     `[max_items, 4]` int32 from `prefill_items`; num_items `[1]` int32 in device memory. The chunk's K and V are already
     in their pages. window: positions that a query sees, including its own; None: all. softcap, sinks `[Hq]`: see
-    `scores`. `portable` forces the plain Triton kernel. With a `space`, items are `[max_items, 8]` from
+    `scores`. until `[T]`
+    int32: the last position that each query sees, inside its chunk; None: its own. `portable` forces the plain Triton
+    kernel. With a `space`, items are `[max_items, 8]` from
     `prefill_splits`: the last split of a tile adds all of them in order, so the result does not depend on timing. This
-    requires Hopper and no window."""
+    requires Hopper, no window and no `until`."""
     layers, page_size, num_kv_heads, head_dim = kv.shape[1], kv.shape[3], kv.shape[4], kv.shape[5]
     group = q.shape[1] // num_kv_heads
     check_inputs(q, kv, items, page_table)
     written = output_args(out, len(q), head_dim)
     if (space is None) != (items.shape[1] == TILE_FIELDS):
         raise ValueError("cut tiles need a space, and whole tiles must not have one")
-    if space is not None and (window is not None or portable or not _hopper(q, head_dim)):
-        raise ValueError("tiles can be cut only on Hopper and without a window")
+    if space is not None and (window is not None or until is not None or portable or not _hopper(q, head_dim)):
+        raise ValueError("tiles can be cut only on Hopper, without a window and without `until`")
     factor = log2_scale(scale, head_dim)
     width = head_block(head_dim)
     if portable or not _hopper(q, head_dim):
         plain_prefill_kernel[(num_sms,)](
             q, kv, None, *written, page_table, page_table.stride(0), items, num_items, layer, layers, factor, sinks,
-            HKV=num_kv_heads, G=group, D=head_dim, DP=width, PAGE=page_size, BM=TILE_ROWS,
+            until, HKV=num_kv_heads, G=group, D=head_dim, DP=width, PAGE=page_size, BM=TILE_ROWS,
             BN=64 if width <= 128 else 32, STAGES=2,
             DTYPE={torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[q.dtype],
             WINDOW=window or 0, SOFTCAP=softcap, num_warps=8, **pdl_options(),
@@ -172,7 +179,7 @@ def prefill_attention(
     tiles = TensorDescriptor.from_tensor(slabs, [1, box, width], layout)
     prefill_kernel[(num_sms,)](
         q, tiles, *written, page_table, page_table.stride(0), items, num_items, layer, layers, factor, sinks,
-        space.partial if space is not None else None, space.arrived if space is not None else None,
+        space.partial if space is not None else None, space.arrived if space is not None else None, until,
         HKV=num_kv_heads, G=group, D=head_dim, DP=width, PAGE=page_size, BN=block, BOX=box, STAGES=2, DTYPE=dtype,
         WINDOW=window or 0, SOFTCAP=softcap, FIELDS=items.shape[1], num_warps=4,
         **pdl_options(),

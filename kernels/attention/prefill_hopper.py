@@ -66,26 +66,28 @@ def _load_block(
 
 @gluon.jit
 def _produce(
-    kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, table, stride_table, items, tasks, layer, layers,
+    kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, table, stride_table, items, tasks, layer, layers, until,
     HKV: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr, DP: gl.constexpr,
     STAGES: gl.constexpr, WINDOW: gl.constexpr, FIELDS: gl.constexpr,
 ):  # fmt: skip
     count = 0
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
         count = load_task(kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, table, stride_table, items, task, layer,
-                     layers, count, HKV, PAGE, BN, BOX, D, DP, STAGES, WINDOW, FIELDS)  # fmt: skip
+                     layers, count, until, HKV, PAGE, BN, BOX, D, DP, STAGES, WINDOW, FIELDS)  # fmt: skip
 
 
 @gluon.jit
 def load_task(
     kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, table, stride_table, items, task, layer, layers, count,
-    HKV: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr, DP: gl.constexpr,
-    STAGES: gl.constexpr, WINDOW: gl.constexpr, FIELDS: gl.constexpr,
+    until, HKV: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr,
+    DP: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr, FIELDS: gl.constexpr,
 ):  # fmt: skip
     """Load a task's blocks of K and V into the rings (producer), starting with block number `count`."""
     head = task % HKV
     item = items + (task // HKV) * FIELDS
     end = gl.load(item + 2) + gl.load(item + 1)
+    if until is not None:  # its entries ascend within a chunk
+        end = gl.load(until + gl.load(item) + gl.load(item + 1) - 1) + 1
     pages = table + gl.load(item + 3).to(gl.int64) * stride_table
     begin, last = _keys(item, gl.load(item + 2), end, BOX, WINDOW, FIELDS)
     for first in range(begin, last, BN):
@@ -176,14 +178,14 @@ def _write(
 
 
 @gluon.jit
-def _mask(s, first, end, limit, BN: gl.constexpr, BOX: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr):
+def _mask(s, first, end, position, limit, BN: gl.constexpr, BOX: gl.constexpr, S: gl.constexpr, WINDOW: gl.constexpr):
     """Set keys outside a row's limits, and padding, to -inf; undoes the shift of a partial box."""
     slot = gl.arange(0, BN, layout=gl.SliceLayout(0, S))
     shift = gl.minimum(gl.maximum(first + (slot // BOX + 1) * BOX - end, 0), BOX)
     key = gl.where(slot % BOX >= shift, first + slot - shift, 2147483647)
     s = gl.where(key[None, :] <= limit[:, None], s, float("-inf"))
     if WINDOW > 0:
-        s = gl.where(key[None, :] > limit[:, None] - WINDOW, s, float("-inf"))
+        s = gl.where(key[None, :] > position[:, None] - WINDOW, s, float("-inf"))
     return s
 
 
@@ -208,23 +210,23 @@ def _softmax(s, m, norm, scale):
 @gluon.jit
 def _consume(
     q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, tasks, scale, sinks, partial, arrived,
-    WG: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr,
+    until, WG: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr,
     DP: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
     FIELDS: gl.constexpr,
 ):  # fmt: skip
     count = 0
     for task in range(gl.program_id(0), tasks, gl.num_programs(0)):
         count = attend(q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, task, scale, sinks,
-                       partial, arrived, count, WG, HKV, G, BN, BOX, D, DP, STAGES, DTYPE, WINDOW, SOFTCAP,
+                       partial, arrived, count, until, WG, HKV, G, BN, BOX, D, DP, STAGES, DTYPE, WINDOW, SOFTCAP,
                        FIELDS)  # fmt: skip
 
 
 @gluon.jit
 def attend(
     q, out, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, task, scale, sinks, partial, arrived,
-    count, WG: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr, D: gl.constexpr,
-    DP: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
-    FIELDS: gl.constexpr,
+    count, until, WG: gl.constexpr, HKV: gl.constexpr, G: gl.constexpr, BN: gl.constexpr, BOX: gl.constexpr,
+    D: gl.constexpr, DP: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr, FIELDS: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of a task's tile (one warpgroup)."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -238,6 +240,8 @@ def attend(
     queries = gl.load(item + 1)
     start = gl.load(item + 2)
     end = start + queries
+    if until is not None:
+        end = gl.load(until + q_row + queries - 1) + 1
 
     row = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, Q))
     at = ((q_row + row // G).to(gl.int64) * (HKV * G) + head * G + row % G) * D
@@ -250,7 +254,10 @@ def attend(
     fence_async_shared()
 
     rows = WG * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, S))
-    limit = start + rows // G
+    position = start + rows // G
+    limit = position
+    if until is not None:
+        limit = gl.load(until + q_row + gl.minimum(rows // G, queries - 1))
     m = gl.full([64], -1e30, gl.float32, layout=gl.SliceLayout(1, S))
     norm = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, S))
     acc = gl.zeros([64, DP], gl.float32, layout=ACC)
@@ -265,9 +272,9 @@ def attend(
     s = _soft_cap(s, scale, SOFTCAP)
     if FIELDS == 8:
         if begin + BN > start + 1:
-            s = _mask(s, begin, end, limit, BN, BOX, S, WINDOW)
+            s = _mask(s, begin, end, position, limit, BN, BOX, S, WINDOW)
     elif (WINDOW > 0) | (start + 1 < BN):
-        s = _mask(s, begin, end, limit, BN, BOX, S, WINDOW)
+        s = _mask(s, begin, end, position, limit, BN, BOX, S, WINDOW)
     p, m, norm, alpha = _softmax(s, m, norm, scale)
     probs = gl.convert_layout(p.to(DTYPE), P)
     for first in range(begin + BN, last, BN):
@@ -284,7 +291,7 @@ def attend(
         mbarrier.arrive(k_empty.index(stage), count=1)
         s = _soft_cap(s, scale, SOFTCAP)
         if (first + BN > start + 1) | (WINDOW > 0):
-            s = _mask(s, first, end, limit, BN, BOX, S, WINDOW)
+            s = _mask(s, first, end, position, limit, BN, BOX, S, WINDOW)
         p, m, norm, alpha = _softmax(s, m, norm, scale)
         acc = warpgroup_mma_wait(0, deps=[o_token])
         mbarrier.arrive(v_empty.index(before), count=1)
@@ -325,7 +332,7 @@ def attend(
 @gluon.jit(do_not_specialize=["layer"])
 def prefill_kernel(
     q, kv, out, out_scale, stride_scale, table, stride_table, items, num_items, layer, layers, scale, sinks, partial,
-    arrived,
+    arrived, until,
     HKV: gl.constexpr, G: gl.constexpr, D: gl.constexpr, DP: gl.constexpr, PAGE: gl.constexpr, BN: gl.constexpr,
     BOX: gl.constexpr, STAGES: gl.constexpr, DTYPE: gl.constexpr, WINDOW: gl.constexpr, SOFTCAP: gl.constexpr,
     FIELDS: gl.constexpr, PDL: gl.constexpr,
@@ -350,13 +357,13 @@ def prefill_kernel(
     gl.warp_specialize(
         [
             (_consume, (q, target, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, tasks, scale,
-                        sinks, partial, arrived, 0, HKV, G, BN, BOX, D, DP, STAGES, DTYPE, WINDOW, SOFTCAP,
+                        sinks, partial, arrived, until, 0, HKV, G, BN, BOX, D, DP, STAGES, DTYPE, WINDOW, SOFTCAP,
                         FIELDS)),
             (_consume, (q, target, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, items, tasks, scale,
-                        sinks, partial, arrived, 1, HKV, G, BN, BOX, D, DP, STAGES, DTYPE, WINDOW, SOFTCAP,
+                        sinks, partial, arrived, until, 1, HKV, G, BN, BOX, D, DP, STAGES, DTYPE, WINDOW, SOFTCAP,
                         FIELDS)),
             (_produce, (kv, k_smem, v_smem, k_full, k_empty, v_full, v_empty, table, stride_table, items, tasks, layer,
-                        layers, HKV, PAGE, BN, BOX, D, DP, STAGES, WINDOW, FIELDS)),
+                        layers, until, HKV, PAGE, BN, BOX, D, DP, STAGES, WINDOW, FIELDS)),
         ],
         [4, 1],
         [240, 24],

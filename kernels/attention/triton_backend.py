@@ -59,6 +59,8 @@ class TritonStep(NamedTuple):
     """Chunks whose e4m3 pages are first converted to 16 bits; `prefill_items` has the others."""
     parts: PrefillSplits | None = None
     """Set if tiles of chunks are cut along their keys; `prefill_items` are then `[max_items, SPLIT_FIELDS]`."""
+    until: Tensor | None = None
+    """[T] int32 last position that each query sees, inside its chunk; None: its own. Tiles are then not cut."""
     plain: bool = False  # Whether the plain kernel computes decodes on Hopper too.
 
 
@@ -114,17 +116,17 @@ class TritonAttention(AttentionBackend[TritonStep]):
                 pages = unpack_pages(kv, self._kv_scales, layer, wide, num_sms=num_sms or self._num_sms)
                 prefill_attention(
                     q, pages, 0, wide.table, wide.items, wide.num_items, out=out, num_sms=num_sms or self._num_sms,
-                    scale=shape.scale, window=shape.window(layer), softcap=shape.softcap, sinks=sinks,
+                    scale=shape.scale, window=shape.window(layer), softcap=shape.softcap, sinks=sinks, until=step.until,
                 )  # fmt: skip
             return fp8_attention.prefill_attention(
                 q, kv, self._kv_scales, layer, step.page_table, step.prefill_items, step.prefill_count, out=out,
                 num_sms=num_sms or self._num_sms, scale=shape.scale, window=shape.window(layer),
-                softcap=shape.softcap, sinks=sinks,
+                softcap=shape.softcap, sinks=sinks, until=step.until,
             )  # fmt: skip
         return prefill_attention(
             q, kv, layer, step.page_table, step.prefill_items, step.prefill_count, out=out,
             num_sms=num_sms or self._num_sms, scale=shape.scale, window=shape.window(layer), softcap=shape.softcap,
-            sinks=sinks, space=None if step.parts is None else step.parts.space,
+            sinks=sinks, until=step.until, space=None if step.parts is None else step.parts.space,
         )  # fmt: skip
 
     def attend(

@@ -10,6 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.common.dependent_launch import begin, pdl_options, release
+from weft.kernels.formats.fp8 import BLOCK, Fp8Rows
+from weft.kernels.matmul.fp8_rows import leave_blocks
 from weft.kernels.matmul.rows import row_options
 
 
@@ -41,10 +43,10 @@ def rotary_rows(table: Tensor, positions: Tensor, axes: Tensor, *, out: Tensor) 
     return out
 
 
-@triton.jit(do_not_specialize=["stride_sums"])
+@triton.jit(do_not_specialize=["stride_sums", "stride_q"])
 def _images_kernel(
-    x, sumsq, stride_sums, image_rows, images, R, stride_image, H, ADD: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x, sumsq, stride_sums, image_rows, images, R, stride_image, H, next_norm, q_out, q_scale, stride_q,
+    ADD: tl.constexpr, PARTS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     begin(PDL)
     release(PDL)
@@ -60,21 +62,35 @@ def _images_kernel(
                 value = (before.to(tl.float32) + value.to(tl.float32)).to(value.dtype)
             tl.store(x + row * H + at, value, mask=at < H)
             squares += value.to(tl.float32) * value.to(tl.float32)
+            if q_out is not None:
+                block = start // 128 + tl.arange(0, BLOCK // 128)
+                at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
+                z = tl.reshape(value, (BLOCK // 128, 128)).to(tl.float32)
+                if next_norm is not None:
+                    z *= tl.load(next_norm + at, mask=at < H, other=0.0).to(tl.float32)
+                leave_blocks(z, q_out + row * H, at, q_scale + row, stride_q, block, H, PAIRS)
         # The sums of squares are partial sums: the first gets the whole.
         total = tl.sum(squares, axis=0)
         part = tl.arange(0, triton.next_power_of_2(PARTS))
         tl.store(sumsq + part * stride_sums + row, tl.where(part == 0, total, 0.0), mask=part < PARTS)
 
 
-def put_images(x: Tensor, sumsq: Tensor, image_rows: Tensor, images: Tensor, *, add: bool) -> Tensor:
+def put_images(
+    x: Tensor, sumsq: Tensor, image_rows: Tensor, images: Tensor, *, add: bool, quantized: Fp8Rows | None = None,
+    next_norm: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Write `images[image_rows[t]]` to `x[t]`, or add it, for all tokens whose row is not negative; returns x.
 
     x `[T, H]`; sumsq `[sums, T]` float32, whose sums stay those of x; image_rows `[T]` int32; images `[R, H]`, whose
-    rows may have any stride."""
+    rows may have any stride. `quantized` gets these rows times `next_norm [H]`, as from `embedding.embed`."""
     hidden = x.shape[1]
+    options = row_options(hidden)
+    if quantized is not None:
+        options["BLOCK"] = max(2 * BLOCK, options["BLOCK"])  # scales cover whole blocks
     _images_kernel[(x.shape[0],)](
-        x, sumsq, sumsq.stride(0), image_rows, images, images.shape[0], images.stride(0), hidden,
-        ADD=add, PARTS=sumsq.shape[0], **row_options(hidden),
+        x, sumsq, sumsq.stride(0), image_rows, images, images.shape[0], images.stride(0), hidden, next_norm,
+        *((None, None, None) if quantized is None else (quantized.values, quantized.scale, quantized.scale.stride(0))),
+        ADD=add, PARTS=sumsq.shape[0], PAIRS=quantized is not None and quantized.span > BLOCK, **options,
     )  # fmt: skip
     return x
 

@@ -34,7 +34,7 @@ from weft.engine.ranks.shared_collectives import SharedCollectives
 from weft.engine.runner.cpu.cpu_runner import CpuRunner
 from weft.engine.runner.device.collectives import SingleRank
 from weft.engine.runner.device.preparation import Preparation
-from weft.engine.runner.iteration.batch import Batch, CountReset, PromptLogprobs, SamplingInputs
+from weft.engine.runner.iteration.batch import Batch, CountReset, ImageInputs, PromptLogprobs, SamplingInputs
 from weft.engine.runner.start import load
 from weft.engine.wire import cores
 from weft.engine.wire.sampling import COLUMNS
@@ -240,6 +240,7 @@ def a_batch(generator: np.random.Generator, masks: int = 2) -> Batch:
     return Batch(
         7, 2, ints(4), ints(4), ints(4), ints(4), ints(9), ints(9), slot_mapping, ints(4, 3), ints(4), sampling, resets,
         scores, adapters=ints(4) if masks else None,
+        images=ImageInputs(ints(9), *((ints(3, 9), None) if masks > 2 else (None, ints(9)))) if masks else None,
     )  # fmt: skip
 
 
@@ -251,7 +252,7 @@ def flat(value: Any) -> list[Any]:
     return [flat(v) for v in value] if isinstance(value, tuple) else [value]
 
 
-@pytest.mark.parametrize("masks", [0, 2])
+@pytest.mark.parametrize("masks", [0, 2, 3])
 def test_a_batch_arrives_as_it_was_sent(masks: int) -> None:
     shared = Descriptors.make(2)
     writer, reader = RingWriter(Links(0, shared)), RingReader(Links(1, shared))

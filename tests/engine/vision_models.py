@@ -385,6 +385,9 @@ def _widened(config: Any) -> Any:
     sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_key_value_heads": 4}
     for name, value in {**sizes, "head_dim": 64}.items():
         setattr(text, name, value)
+    if hasattr(text, "moe_intermediate_size"):
+        text.moe_intermediate_size = 128
+        text.num_experts_per_tok = text.num_experts  # 16 bits may choose another of two experts with equal scores
     if "mrope_section" in (text.rope_parameters or {}):
         text.rope_parameters["mrope_section"] = [8, 12, 12]
     if config.model_type == "qwen2_5_vl":

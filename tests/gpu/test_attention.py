@@ -68,8 +68,11 @@ def forget(kv: Tensor, table: Tensor, first_seen: list[int], page: int) -> None:
             row[j] = 0
 
 
-def attend(q: Tensor, kv: Tensor, pages: Tensor, length: int, bent: Bent = PLAIN) -> Tensor:
-    """Causal attention of the last queries `q [Q, Hq, D]` of one request, in float32: `[Q, Hq * D]`."""
+def attend(
+    q: Tensor, kv: Tensor, pages: Tensor, length: int, bent: Bent = PLAIN, until: Tensor | None = None
+) -> Tensor:
+    """Attention of the last queries `q [Q, Hq, D]` of one request, in float32: `[Q, Hq * D]`. until `[Q]`: the last
+    position that each sees; None: its own."""
     k, v = (kv[pages.long(), LAYER, i].flatten(0, 1)[:length].float() for i in (0, 1))
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -78,7 +81,7 @@ def attend(q: Tensor, kv: Tensor, pages: Tensor, length: int, bent: Bent = PLAIN
         scores = bent.softcap * (scores / bent.softcap).tanh()
     key = torch.arange(length, device=q.device)[None]
     query = length - q.shape[0] + torch.arange(q.shape[0], device=q.device)[:, None]
-    unseen = key > query
+    unseen = key > (query if until is None else until[:, None])
     if bent.window is not None:
         unseen |= key <= query - bent.window
     scores = scores.masked_fill(unseen, float("-inf"))
@@ -260,9 +263,10 @@ def test_hopper_decode_of_no_request_writes_nothing(device: str, num_sms: int, h
 
 def check_prefill(
     chunks: list[tuple[int, int]], heads: int, kv_heads: int, d: int, page: int, dtype: torch.dtype, device: str,
-    num_sms: int, portable: bool, bent: Bent = PLAIN,
+    num_sms: int, portable: bool, bent: Bent = PLAIN, images: list[tuple[int, int]] | None = None,
 ) -> None:  # fmt: skip
-    """chunks: (tokens already in pages, queries)."""
+    """chunks: (tokens already in pages, queries). images: (begin, end) positions, in any chunk that has them, whose
+    queries see all of them; None: attention is causal."""
     lengths = [c + n for c, n in chunks]
     kv, table = pool(lengths, page, kv_heads, d, dtype, device)
     if bent.window is not None:
@@ -276,15 +280,45 @@ def check_prefill(
     )
     out = torch.full((len(q), heads * d), float("nan"), dtype=dtype, device=device)
     work = upload(items, TILE_FIELDS, device)
+    if images is not None:
+        until = torch.full((len(q),), -1, dtype=torch.int32)  # rows of no chunk are not read
+        for at, (context, count) in zip(first.tolist(), chunks, strict=True):
+            until[at : at + count] = torch.arange(context, context + count)
+            for begin, end in images:
+                if context <= begin and end <= context + count:
+                    until[at + begin - context : at + end - context] = end - 1
+        options["until"] = until.to(device)
     prefill_attention(q, kv, LAYER, table, *work, out=out, num_sms=num_sms, portable=portable, **options)
     again = out.clone()
     prefill_attention(q, kv, LAYER, table, *work, out=again, num_sms=num_sms, portable=portable, **options)
     assert torch.equal(again[3:-3], out[3:-3])
     for i, n in enumerate(lengths):
         rows = slice(int(first[i]), int(first[i] + queries[i]))
-        assert error(out[rows], attend(q[rows], kv, table[i, : -(-n // page)], n, bent)) < 6e-3
+        own = None if images is None else options["until"][rows]
+        assert error(out[rows], attend(q[rows], kv, table[i, : -(-n // page)], n, bent, own)) < 6e-3
     assert bool(out[:3].isnan().all())
     assert bool(out[-3:].isnan().all())
+
+
+@pytest.mark.parametrize("bent", [PLAIN, Bent(24), pytest.param(Bent(40, 3.0, True), marks=MORE)], ids=str)
+def test_queries_see_all_of_their_image(bent: Bent, device: str, num_sms: int) -> None:
+    images = [(1, 3), (30, 75), (75, 76), (80, 180)]
+    check_prefill([(0, 5), (20, 200), (75, 9), (77, 104)], 4, 2, 32, 16, torch.float16, device, num_sms, True, bent,
+                  images)  # fmt: skip
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d", "page"), [(8, 4, 256, 16), (8, 4, 256, 64), (16, 2, 128, 128), (6, 2, 64, 64)]
+)
+@pytest.mark.parametrize("bent", [PLAIN, Bent(24), Bent(1024, 50.0)], ids=str)
+@pytest.mark.usefixtures("large")
+def test_queries_see_all_of_a_large_image(
+    bent: Bent, heads: int, kv_heads: int, d: int, page: int, portable: bool, device: str, num_sms: int
+) -> None:
+    chunks = [(0, 1), (0, 33), (0, 512), (100, 28), (128, 300), (1000, 700), (63, 65), (5, 1900), (5000, 300)]
+    images = [(0, 20), (20, 30), (64, 128), (130, 386), (390, 400), (1024, 1280), (1290, 1546), (5001, 5257)]
+    check_prefill(chunks, heads, kv_heads, d, page, torch.bfloat16, device, num_sms, portable, bent, images)
 
 
 def test_prefill_of_short_chunks(device: str, num_sms: int) -> None:

@@ -27,8 +27,8 @@ class Vision(ABC):
     """Patches per side of a token, if rotary positions inside an image are those of a grid; 0: those of its tokens."""
     cpu_only: bool = False
     """No GPU has computed it and been right."""
-    bidirectional: bool = False
-    """Tokens of an image see all of it."""
+    bidirectional: int = 0
+    """Most tokens of an image, if they see all of it and so lie in one chunk; 0: attention is causal."""
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     """Defaults of the family's image processor."""

@@ -20,7 +20,7 @@ from weft.engine.model.weights import Weights
 from weft.engine.runner.cpu.cpu_states import CpuStates, StateStep
 from weft.engine.runner.cpu.native_layers import NativeLayers, native_layers
 from weft.engine.runner.device.collectives import Collectives, SingleRank
-from weft.engine.runner.device.image_rows import ImageRows
+from weft.engine.runner.device.image_rows import ImagePool
 from weft.engine.runner.device.launchers import launchers_for
 from weft.engine.runner.iteration.batch import Batch
 from weft.kernels.attention.backend import HostAttention
@@ -342,7 +342,7 @@ class CpuExecutor:
     def __init__(
         self, spec: ModelSpec, weights: Weights, kv: Tensor, attention: HostAttention[Any], *,
         states: StateLayout = NO_STATES, invariant: bool = False, collectives: Collectives | None = None,
-        image_rows: ImageRows | None = None, dtype: torch.dtype | None = None, adapts: bool = False,
+        image_rows: ImagePool | None = None, dtype: torch.dtype | None = None, adapts: bool = False,
         first_kv_layer: int = 0,
     ) -> None:  # fmt: skip
         """adapts: requests may use LoRA adapters. first_kv_layer: index in `kv` of the first layer with K and V."""
@@ -375,7 +375,7 @@ class CpuExecutor:
             (launchers[op.name], op, layer) for layer in range(spec.num_layers) for op in spec.layer_operations(layer)
         ]
         ends = {layer: step for step, (_, _, layer) in enumerate(self._steps)}
-        deep = range(0 if image_rows is None else image_rows.tower.vision.deepstack)
+        deep = range(0 if image_rows is None else image_rows.vision.deepstack)
         self._deep_ends = {ends[layer] for layer in deep}  # Steps after which further embeddings of images are added.
         self._taps: dict[int, int] = {}  # Steps before which the stream is kept, and their place in `tapped`.
         self.tapped: list[Tensor] = []

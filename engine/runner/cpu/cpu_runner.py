@@ -29,7 +29,7 @@ from weft.engine.runner.cpu.cpu_executor import CpuExecutor
 from weft.engine.runner.cpu.drafts import make_drafter
 from weft.engine.runner.cpu.drafts.drafter import CpuDrafter
 from weft.engine.runner.device.collectives import Collectives
-from weft.engine.runner.device.image_rows import ImageRows
+from weft.engine.runner.device.image_rows import ImagePool
 from weft.engine.runner.device.preparation import Preparation
 from weft.engine.runner.device.sampling import Sampling, Scores, pooled
 from weft.engine.runner.iteration.batch import I32, UNDRAFTED, Batch, PromptLogprobs, StepResult, Verified
@@ -92,13 +92,13 @@ class CpuRunner:
 
     def __init__(
         self, spec: ModelSpec, weights: Weights | TransformersModule, config: ResolvedConfig,
-        collectives: Collectives | None = None, image_rows: ImageRows | None = None,
+        collectives: Collectives | None = None, image_rows: ImagePool | None = None,
         draft: DraftWeights | None = None,
     ) -> None:  # fmt: skip
         """image_rows: the embeddings of images, if the model takes any. draft: weights of the model that drafts."""
         memory = host_sleepable_memory(config.cache_dir) if config.sleeps else None
         if memory is not None:
-            tower = () if image_rows is None else image_rows.tower.tensors()
+            tower = () if image_rows is None else image_rows.tensors()
             memory.adopt_weights((*weights.tensors(), *tower, *(() if draft is None else draft.tensors())))
         self.sleepable, self.preparation = memory or Sleepless(), Preparation()
         self.kv = _allocate(config, memory)

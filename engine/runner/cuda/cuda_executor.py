@@ -159,7 +159,7 @@ class CudaExecutor(SampleBuffers):
             sumsq=self._layers.sumsq[:, :tokens], **self._layers.embedding_outputs(pipeline),
         )  # fmt: skip
         if (images := self._layers.images) is not None:
-            images.begin(self.x[:tokens], self._layers.sumsq[:1, :tokens])
+            images.begin(self.x[:tokens], self._layers.sumsq[:1, :tokens], self._layers.embedding_outputs(pipeline))
 
     def _head(self, sum_counts: list[int], pipeline: Pipeline, num_rows: int) -> None:
         column, count, spec, weights = self.inputs.column, self.inputs.count, self.spec, self.weights

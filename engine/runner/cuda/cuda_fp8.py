@@ -84,6 +84,11 @@ class Fp8Layers:
         rows = self.operand("x", slice(0, pipeline.tokens), self._span(pipeline))
         return {"quantized": rows, "next_norm": self.matrix(0, "qkv").norm}
 
+    def stream_outputs(self, it: OperationLaunch) -> dict[str, Any]:
+        """Return `put_images`' arguments for the operand of the layer after an operation, the last of its layer."""
+        reader = self.first_reader(it.layer + 1)
+        return {} if reader is None else {"quantized": self._stream(it), "next_norm": reader.norm}
+
     def fill(self) -> None:
         """See `CudaLayers.fill`."""
         for values, scale, _ in self._operands.values():

@@ -47,6 +47,10 @@ class UnfusedFp8Layers(Fp8Layers):
         """Return nothing, because `qkv` quantises its input."""
         return {}
 
+    def stream_outputs(self, it: OperationLaunch) -> dict[str, Any]:  # noqa: ARG002
+        """Return nothing, as `embedding_outputs`."""
+        return {}
+
     def _raw_rows(self, name: str, it: OperationLaunch) -> Tensor:
         raw = self._raw[name]
         assert raw is not None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,14 +34,14 @@ class CudaImages:
         self._last = [list(spec.layer_operations(layer))[-1] for layer in range(self._rows.shape[1] - 1)]
         """The last operation of each layer that further embeddings are added after."""
 
-    def begin(self, x: Tensor, sumsq: Tensor) -> None:
+    def begin(self, x: Tensor, sumsq: Tensor, outputs: Mapping[str, Any]) -> None:
         """Write an iteration's rotary rows, and the embeddings of images into the stream `[T, H]`, which holds those of
-        ids. sumsq `[1, T]`."""
+        ids. sumsq `[1, T]`. outputs: `put_images`' arguments for the first layer's FP8 operand, if there is one."""
         tokens = len(x)
         for number, (axes, out) in self._mixed.items():
             positions = self._column["rope_positions"].view(3, -1)
             rotary_rows(self._weights.rotary[number], positions, axes, out=out[:tokens])
-        put_images(x, sumsq, self._column["image_rows"][:tokens], self._rows[:, 0], add=False)
+        put_images(x, sumsq, self._column["image_rows"][:tokens], self._rows[:, 0], add=False, **outputs)
 
     def rotary(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Return the rotary table of a layer and the tokens' rows in it; None: those of text."""
@@ -49,5 +52,7 @@ class CudaImages:
         """Return whether further embeddings are added after an operation."""
         return it.layer < len(self._last) and it.operation == self._last[it.layer]
 
-    def add(self, it: OperationLaunch) -> None:
-        put_images(it.x, it.sums, self._column["image_rows"][it.tokens], self._rows[:, 1 + it.layer], add=True)
+    def add(self, it: OperationLaunch, outputs: Mapping[str, Any]) -> None:
+        """Add further embeddings after a layer. outputs: as in `begin`, of the next layer."""
+        rows = self._column["image_rows"][it.tokens]
+        put_images(it.x, it.sums, rows, self._rows[:, 1 + it.layer], add=True, **outputs)

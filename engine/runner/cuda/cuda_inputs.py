@@ -10,6 +10,7 @@ from torch import Tensor
 
 from weft.engine.model.operations import Role
 from weft.engine.model.spec import ModelSpec
+from weft.engine.model.vision.family import Vision
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.runner.cuda.adapter_slots import AdapterSlots
 from weft.engine.runner.iteration.attention_lists import AttentionGrid, AttentionLists
@@ -178,6 +179,9 @@ class DeviceInputs:
             given = None if batch.images is None else batch.images.positions
             three[:, :t] = batch.positions[order] if given is None else given[:, order]
             three[:, t:bucket] = 0
+        if "until" in host:
+            host["until"][:t] = (batch.positions if batch.until is None else batch.until)[order]
+            host["until"][t:bucket] = 0
 
     def _write_attention(
         self, host: dict[str, np.ndarray], batch: Batch, pipeline: Pipeline, grid: AttentionGrid, assigned: Assignment
@@ -243,16 +247,21 @@ class DeviceInputs:
         return len(at)
 
 
-def _prefill_slots(spec: ModelSpec, config: ResolvedConfig) -> int:
+def _prefill_slots(spec: ModelSpec, config: ResolvedConfig, vision: Vision | None) -> int:
     """Return the maximum of splits of prefill tiles along their keys; 0: tiles are not split."""
     if config.batch_invariant or config.attention != "triton" or not spec.native:
+        return 0
+    if vision is not None and vision.bidirectional:
         return 0
     shape = config.attention_shape(spec)
     return PARTIAL_ROWS // shape.num_kv_heads if cuts_prefill(shape) else 0
 
 
-def device_inputs(spec: ModelSpec, config: ResolvedConfig, nano_batches: int, *, images: bool = False) -> DeviceInputs:
-    """Return the inputs of a runner. nano_batches: maximum over its pipelines. images: whether the model takes any."""
+def device_inputs(
+    spec: ModelSpec, config: ResolvedConfig, nano_batches: int, vision: Vision | None = None
+) -> DeviceInputs:
+    """Return the inputs of a runner. nano_batches: maximum over its pipelines. vision: of a model that takes
+    images."""
     slots, pages = config.max_num_seqs, -(-config.max_model_len // config.kv.page_size)
     rows = config.max_sampled
     parts = rows * -(-config.max_model_len // INVARIANT_SPLIT_TOKENS) if config.batch_invariant else 1024
@@ -264,8 +273,9 @@ def device_inputs(spec: ModelSpec, config: ResolvedConfig, nano_batches: int, *,
         unpacked = -(-tokens // config.kv.page_size), config.kv.page_size
     layout = Layout.of(
         config.max_num_batched_tokens, rows, spec.heads_per_kv, nano_batches, parts, windows, unpacked,
-        _prefill_slots(spec, config), config.pod, config.drafting is not None, images=images,
+        _prefill_slots(spec, config, vision), config.pod, config.drafting is not None, images=vision is not None,
         adapters=config.adapter_slots,
-        rope=images and any(rope.sections for rope in spec.ropes),
+        rope=vision is not None and any(rope.sections for rope in spec.ropes),
+        until=vision is not None and vision.bidirectional > 0,
     )  # fmt: skip
     return DeviceInputs(layout, config.device, slots, pages)

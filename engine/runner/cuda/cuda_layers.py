@@ -164,7 +164,7 @@ class CudaLayers:
         if not (it.adapted and self.adapted is not None and self.adapted.launch(it)):
             self._launchers[it.operation.name](self, it)
         if self.images is not None and self.images.adds_after(it):
-            self.images.add(it)
+            self.images.add(it, {} if self._fp8 is None else self._fp8.stream_outputs(it))
 
     def _attention_step(self, nano: int) -> TritonStep:
         """Return a nano-batch's work lists with separate scratch, because two nano-batches may run at once."""
@@ -180,7 +180,8 @@ class CudaLayers:
                 layout.prefill_slots, spec.num_kv_heads, spec.head_dim, self.inputs.slab.device
             )
             splits = PrefillSplits(partial_sums, self.inputs.decoders(nano))
-        return TritonStep(self.inputs.page_table, decodes, *prefill, space, self._unpacked(nano), splits)
+        until = self.inputs.column.get("until")
+        return TritonStep(self.inputs.page_table, decodes, *prefill, space, self._unpacked(nano), splits, until)
 
     def _unpacked(self, nano: int) -> Unpacked | None:
         (pages, page_size), table = self.inputs.layout.unpacked, self.inputs.page_table

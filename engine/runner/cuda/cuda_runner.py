@@ -34,7 +34,7 @@ from weft.engine.runner.cuda.cuda_layers import CudaLayers
 from weft.engine.runner.cuda.layer_launch import Fused
 from weft.engine.runner.device.collectives import RankGroup
 from weft.engine.runner.device.compile_job import CompileJob
-from weft.engine.runner.device.image_rows import ImageRows
+from weft.engine.runner.device.image_rows import ImagePool
 from weft.engine.runner.device.preparation import Compiling, PipelineWork, Preparation, Step
 from weft.engine.runner.device.sampling import Sampling, Scores, pooled
 from weft.engine.runner.iteration.attention_lists import AttentionGrid
@@ -153,7 +153,7 @@ class CudaRunner:
     def __init__(
         self, spec: ModelSpec, weights: Weights | TransformersModule, config: ResolvedConfig,
         progress: Progress | None = None, compiling: CompileJob | None = None, rank_group: RankGroup | None = None,
-        image_rows: ImageRows | None = None, draft: DraftWeights | None = None,
+        image_rows: ImagePool | None = None, draft: DraftWeights | None = None,
     ) -> None:  # fmt: skip
         """compiling: compiles pipelines that are not waited for; None: all kernels are in the cache. rank_group: the
         other ranks, which must create their runners at once and launch the same iterations in the same order.
@@ -177,7 +177,8 @@ class CudaRunner:
         memory = self._make_sleepable_memory() if config.sleeps else None
         self.sleepable = memory or Sleepless()
         with torch.cuda.device(device), torch.cuda.stream(self.stream), torch.inference_mode():
-            self._inputs = device_inputs(spec, config, self._pipelines.nano_batches, images=image_rows is not None)
+            vision = None if image_rows is None else image_rows.vision
+            self._inputs = device_inputs(spec, config, self._pipelines.nano_batches, vision)
             self._host_attention: HostAttention[Any] | None = None
             # Why the model runs eagerly; "" if it is captured.
             self._eager = "--enforce-eager" if config.enforce_eager else ""
@@ -283,7 +284,7 @@ class CudaRunner:
                 own = () if self._draft_weights is None else self._draft_weights.tensors()
                 sleepable.adopt_weights((*self.weights.tensors(), *own))
                 if self._image_rows is not None:
-                    sleepable.adopt_weights(self._image_rows.tower.tensors())
+                    sleepable.adopt_weights(self._image_rows.tensors())
             except (OSError, AttributeError, DriverFailed) as error:
                 notice(f"the model cannot release its memory to sleep: {error}")
                 return None

@@ -1,4 +1,4 @@
-"""`ImageRows`: the pool of embeddings of images on the device, and the tower that fills it on its own thread."""
+"""`ImagePool`: the embeddings of images on the device; `ImageRows`: with the tower that fills it on its own thread."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.engine.runner.iteration.batch import EncodeJob, Encoding
+from weft.engine.model.vision.family import Vision
+from weft.engine.runner.iteration.batch import I32, EncodeJob, Encoding
 
 if TYPE_CHECKING:
     from weft.engine.model.vision.tower import Tower  # imports transformers, which takes seconds
@@ -24,24 +27,17 @@ RESERVED_TOKENS = 4096  # embeddings of an image whose activations GPU memory is
 log = logging.getLogger("weft.engine")
 
 
-class ImageRows:
+class ImagePool:
     """`rows [capacity, 1 + deepstack, H]` in the dtype of activations. The scheduler decides which image gets which
-    rows (`scheduling.image_rows`).
+    rows (`scheduling.image_rows`). Ranks other than 0 have only this."""
 
-    Images are encoded one at a time on a thread, while iterations run. The thread ends when no image is left: on a CPU,
-    its OpenMP team would slow down the runner's (`CpuRunner`). On a GPU it has its own stream."""
-
-    def __init__(self, tower: Tower, capacity: int, hidden_size: int, dtype: torch.dtype, threads: int = 0) -> None:
-        """threads: those of an encoder on a CPU."""
-        self.tower, self.capacity = tower, capacity
-        self._shape, self._dtype = (capacity, 1 + tower.vision.deepstack, hidden_size), dtype
+    def __init__(
+        self, vision: Vision, capacity: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.vision, self.capacity, self.device = vision, capacity, device
+        self._shape, self._dtype = (capacity, 1 + vision.deepstack, hidden_size), dtype
         self._rows: Tensor | None = None
-        self.device = tower.device
-        self._threads = threads
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._queue: deque[tuple[EncodeJob, Encoding]] = deque()
-        self._thread: threading.Thread | None = None
-        self._lock, self._pool, self._ended = threading.Lock(), threading.Lock(), threading.Event()
+        self._making = threading.Lock()
 
     @property
     def num_bytes(self) -> int:
@@ -50,8 +46,8 @@ class ImageRows:
 
     @property
     def rows(self) -> Tensor:
-        with self._pool:  # an iteration and the encoder may both be the first to need it
-            if self._rows is None and self.device.type == "cuda":
+        with self._making:  # an iteration and the encoder may both be the first to need it
+            if self._rows is None and self.device.type != "cpu":
                 self._rows = torch.zeros(self._shape, dtype=self._dtype, device=self.device)
             elif self._rows is None:
                 # The system maps zeroed pages on first touch, so rows that no image used take no memory.
@@ -62,6 +58,39 @@ class ImageRows:
         """Free the pool until it is next needed: the model sleeps. Graphs on a GPU keep its address."""
         if self.device.type != "cuda":
             self._rows = None
+
+    def put(self, rows: I32, embeddings: NDArray[np.uint8]) -> None:
+        """Write the bytes of embeddings that another rank has computed."""
+        made = torch.from_numpy(embeddings).view(self._dtype).view(len(rows), *self._shape[1:])
+        self.rows[torch.from_numpy(rows.astype(np.int64)).to(self.device)] = made.to(self.device)
+
+    def tensors(self) -> Iterable[Tensor]:
+        """Return the weights that images need."""
+        return ()
+
+    def warm_up(self) -> int:
+        """Return the bytes of GPU memory that encoding an image takes."""
+        return 0
+
+
+class ImageRows(ImagePool):
+    """Images are encoded one at a time on a thread, while iterations run. The thread ends when no image is left: on a
+    CPU, its OpenMP team would slow down the runner's (`CpuRunner`). On a GPU it has its own stream."""
+
+    def __init__(self, tower: Tower, capacity: int, hidden_size: int, dtype: torch.dtype, threads: int = 0) -> None:
+        """threads: those of an encoder on a CPU."""
+        super().__init__(tower.vision, capacity, hidden_size, dtype, tower.device)
+        self.tower = tower
+        self.spread: Callable[[I32, Tensor], None] = lambda _rows, _made: None
+        """Called on the encoder's thread with new embeddings and their rows, before an iteration may read them."""
+        self._threads = threads
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._queue: deque[tuple[EncodeJob, Encoding]] = deque()
+        self._thread: threading.Thread | None = None
+        self._lock, self._ended = threading.Lock(), threading.Event()
+
+    def tensors(self) -> Iterable[Tensor]:
+        return self.tower.tensors()
 
     def warm_up(self) -> int:
         """Encode an image as large as the pool, or the largest that memory is reserved for, without keeping it. Returns
@@ -130,9 +159,10 @@ class ImageRows:
                 raise ValueError(f"embeddings {tuple(made.shape)} for {len(at)} rows of {self._shape[1:]}")
             if not bool(made.isfinite().all()):
                 raise ValueError("its embeddings are not finite")
-            self.rows[at] = made.to(self._dtype)
+            self.rows[at] = made = made.to(self._dtype)
             if self._stream is not None:
                 self._stream.synchronize()
+            self.spread(job.rows, made)
         except Exception as error:  # the tower's code is not ours
             log.warning("an image of tiles %s could not be encoded: %s", job.shapes[:4], error)
             return False

@@ -39,6 +39,7 @@ class Layout(NamedTuple):
     """Partial sums of prefill tiles that are split along their keys, per nano-batch; 0: tiles are not split."""
     images: bool = False  # Whether tokens may get embeddings of images.
     rope: bool = False  # Whether they then have three rotary positions.
+    until: bool = False  # Whether tokens may see keys after their own, of their image.
     pod: Pod = "off"  # Whether decodes and chunks share one attention launch, if tiles are split.
     verifies: bool = False  # Whether iterations may have drafts.
     adapters: int = 0  # LoRA adapters in memory at once; 0: none.
@@ -48,13 +49,13 @@ class Layout(NamedTuple):
         cls, max_tokens: int, max_seqs: int, group: int, nano_batches: int = 1, max_part_slots: int = 1024,
         windows: Iterable[int | None] = (None,), unpacked: tuple[int, int] = (0, 0), prefill_slots: int = 0,
         pod: Pod = "off", verifies: bool = False, *, images: bool = False, rope: bool = False,
-        adapters: int = 0,
+        until: bool = False, adapters: int = 0,
     ) -> Layout:  # fmt: skip
         tiles = -(-max_tokens // (TILE_ROWS // group)) + 2 * max_seqs + 2  # a chunk may begin and end inside one
         items = 2 * max_seqs + max_part_slots
         return cls(
             max_tokens, max_seqs, items, tiles + prefill_slots, max(4096, 2 * max_seqs), nano_batches, max_part_slots,
-            tuple(dict.fromkeys(windows)), unpacked, prefill_slots, images, rope, pod, verifies, adapters,
+            tuple(dict.fromkeys(windows)), unpacked, prefill_slots, images, rope, until, pod, verifies, adapters,
         )  # fmt: skip
 
     @property
@@ -94,6 +95,7 @@ class Layout(NamedTuple):
             "slot_mapping": (t, False),
             **({"image_rows": (t, False)} if self.images else {}),
             **({"rope_positions": (3 * t, False)} if self.rope else {}),
+            **({"until": (t, False)} if self.until else {}),
             "decode_items": (self.decode_lists * self.max_decode_items * ITEM_FIELDS, False),
             "prefill_items": (prefill_items, False),
             "decoders": (self.nano_batches, False),

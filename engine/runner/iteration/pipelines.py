@@ -99,8 +99,10 @@ class Pipelines:
     def of(self, batch: Batch) -> Pipeline:
         """Return the plan's pipeline for this iteration, or the serial one if the plan has none that is faster, it is
         not enabled, it would divide tokens that must stay together, or the iteration has LoRA adapters."""
-        # Drafts of a request must not lie in several nano-batches, which do not see each other's keys.
-        if self._plan is not None and self._enabled and not batch.drafted and batch.adapters is None:
+        # Drafts of a request and tokens of an image must not lie in several nano-batches, which do not see each other's
+        # keys.
+        together = batch.drafted or batch.adapters is not None or batch.until is not None
+        if self._plan is not None and self._enabled and not together:
             kv_tokens = int(batch.kv_len[: batch.num_decodes].sum())
             period = self._plan.period_for(batch.num_tokens, kv_tokens)
             if period is not None and id(planned := self._planned[id(period)]) in self._enabled:

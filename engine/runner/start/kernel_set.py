@@ -21,10 +21,11 @@ from weft.engine.runner.cuda.cuda_inputs import device_inputs
 from weft.engine.runner.cuda.cuda_layers import CudaLayers
 from weft.engine.runner.cuda.peer_collectives import MetaMemory, PeerCollectives, PeerLayout
 from weft.engine.runner.device.collectives import MEASURED_STEPS
+from weft.engine.runner.device.image_rows import ImagePool
 from weft.engine.runner.iteration.pipelines import Pipelines
 from weft.engine.runner.options.resolve import ResolvedConfig, resolve, served_as
 from weft.engine.runner.start.gemm_tuning import launch_tuning_candidates
-from weft.engine.runner.start.vision import pool_shape
+from weft.engine.runner.start.vision import image_pool
 from weft.kernels.attention.triton_backend import TritonAttention
 from weft.kernels.common.compilation import Kernel, collect
 from weft.kernels.common.gpu import Gpu, compiling_for, gpu_device
@@ -50,7 +51,7 @@ def kernel_parts(config: EngineConfig, gpu: Gpu) -> list[list[Kernel]]:
         if resolved.attention != "triton":
             return []
         tuned.use(tuned.read_cache(resolved.cache_dir, tuned.machine(gpu_device())))
-        images = pool_shape(read_config(config.model_path), spec, config, resolved)
+        images = image_pool(read_config(config.model_path), spec, config, resolved)
         return _parts(spec, resolved, gpu, images)
 
 
@@ -63,11 +64,9 @@ class MetaExecutor(NamedTuple):
     collectives: PeerCollectives | None
 
 
-def meta_executor(
-    spec: ModelSpec, config: ResolvedConfig, gpu: Gpu, images: tuple[int, int, int] | None = None
-) -> MetaExecutor:
+def meta_executor(spec: ModelSpec, config: ResolvedConfig, gpu: Gpu, images: ImagePool | None = None) -> MetaExecutor:
     """Build the executor of `config` without weights. Call inside `compiling_for(gpu)` and inference mode. images:
-    shape of the pool of embeddings."""
+    the pool of embeddings."""
     weights = load_weights(
         spec, Path(), device=config.device, dtype=config.weight_dtype, max_positions=config.max_model_len, dummy_seed=0
     )
@@ -82,18 +81,16 @@ def meta_executor(
     if config.adapter_slots:
         adapters = AdapterSlots(spec, config.adapter_slots, config.adapter_rank, config.compute_dtype, config.device)
     layers = CudaLayers(
-        spec, weights, device_inputs(spec, config, pipelines.nano_batches, images=images is not None),
+        spec, weights, device_inputs(spec, config, pipelines.nano_batches, None if images is None else images.vision),
         config.compute_dtype, attention,
         invariant=config.batch_invariant, collectives=collectives, kv_scales=scales, adapters=adapters,
-        images=None if images is None else torch.empty(images, dtype=config.compute_dtype, device=config.device),
+        images=None if images is None else images.rows,
     )  # fmt: skip
     kv = torch.empty(config.kv.shape(2), dtype=config.kv.dtype, device=config.device)
     return MetaExecutor(CudaExecutor(layers), pipelines, kv, collectives)
 
 
-def _parts(
-    spec: ModelSpec, config: ResolvedConfig, gpu: Gpu, images: tuple[int, int, int] | None
-) -> list[list[Kernel]]:
+def _parts(spec: ModelSpec, config: ResolvedConfig, gpu: Gpu, images: ImagePool | None) -> list[list[Kernel]]:
     tuning = []
     if config.tuning_seconds > 0:
         tuning = collect(lambda: launch_tuning_candidates(spec, config.max_num_batched_tokens, config.cache_dir), gpu)

@@ -17,7 +17,7 @@ from weft.engine.model.weights import Weights
 from weft.engine.progress import Progress
 from weft.engine.runner.device.collectives import RankGroup
 from weft.engine.runner.device.compile_job import CompileJob, is_compiled
-from weft.engine.runner.device.image_rows import ImageRows
+from weft.engine.runner.device.image_rows import ImagePool
 from weft.engine.runner.device.runner import Runner
 from weft.engine.runner.options.resolve import ResolvedConfig
 from weft.engine.runner.start.gemm_tuning import tune_gemms
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def make_runner(
     spec: ModelSpec, weights: Weights | TransformersModule, options: EngineConfig, config: ResolvedConfig,
     progress: Progress | None = None, compiling: CompileJob | None = None, rank_group: RankGroup | None = None,
-    image_rows: ImageRows | None = None, draft: DraftWeights | None = None,
+    image_rows: ImagePool | None = None, draft: DraftWeights | None = None,
 ) -> Runner:  # fmt: skip
     """Create the runner with its KV pool. Raises `OutOfMemory`.
 

@@ -9,7 +9,7 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.model.vision import vision_of
 from weft.engine.model.vision.family import Vision
 from weft.engine.progress import Phases, notice
-from weft.engine.runner.device.image_rows import ImageRows
+from weft.engine.runner.device.image_rows import ImagePool, ImageRows
 from weft.engine.runner.options.resolve import ResolvedConfig
 
 LARGEST_IMAGE = 16384
@@ -28,29 +28,36 @@ def served_vision(
     return vision
 
 
-def pool_shape(
+def image_pool(
     raw: dict[str, Any], spec: ModelSpec, config: EngineConfig, resolved: ResolvedConfig
-) -> tuple[int, int, int] | None:
-    """Return the shape of the pool of embeddings, or None if this engine serves text only. Raises `ModelError`."""
+) -> ImagePool | None:
+    """Return the pool of embeddings, or None if this engine serves text only. Raises `ModelError`."""
     vision = vision_of(raw) if spec.native else None
     if vision is None or _lacks(vision, spec, config, resolved):
         return None
-    return num_rows(config, resolved), 1 + vision.deepstack, spec.hidden_size
+    rows = num_rows(config, resolved)
+    return ImagePool(vision, rows, spec.hidden_size, resolved.compute_dtype, resolved.device)
 
 
 def _lacks(vision: Vision, spec: ModelSpec, config: EngineConfig, resolved: ResolvedConfig) -> str:
     """Return why this engine cannot serve images, or ""."""
     cuda = resolved.device.type == "cuda"
+    need = vision.bidirectional + resolved.max_num_seqs  # An image in one chunk next to all decodes.
     lacking = {
-        "that see all of themselves run on a CPU only so far": cuda and vision.bidirectional,
+        "that see all of themselves need weft's own attention kernels on a GPU": (
+            cuda and vision.bidirectional > 0 and resolved.attention != "triton"
+        ),
+        f"do not fit an iteration: --max-num-batched-tokens must be {need} or more on a GPU": (
+            cuda and vision.bidirectional > 0 and resolved.max_num_batched_tokens < need
+        ),
         "of this family run on a CPU only so far": cuda and vision.cpu_only,
         "run on a GPU with 16-bit weights only so far": cuda and spec.quantization is not None,
         "with further embeddings (deepstack) after the last layer do not run on a GPU": (
             cuda and vision.deepstack >= spec.num_layers
         ),
-        "do not support tensor parallelism yet": config.tensor_parallel_size > 1,
+        "run with --tensor-parallel-size on a CPU only so far": cuda and config.tensor_parallel_size > 1,
         "that see all of themselves do not support --batch-invariant yet": (
-            vision.bidirectional and config.batch_invariant
+            vision.bidirectional > 0 and config.batch_invariant
         ),
     }
     return next((text for text, applies in lacking.items() if applies), "")
