@@ -141,7 +141,7 @@ class ExpertWeights:
         if not self._tensors.has(f"{name}_blocks"):
             if find_scale(self._tensors, name) is not None:
                 raise ModelError(f"{name} has a scale: stacked experts of this family are not read in FP8")
-            turned = part._replace(dim=3 - part.dim)
+            turned = part._replace(dim=3 - part.dim) if part.dim else part
             return self._tensors.get(name, (count, inner, out), turned).transpose(1, 2).contiguous()
         cut = WHOLE
         if part.dim == 2 and inner % 32:

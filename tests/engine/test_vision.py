@@ -24,10 +24,13 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from vision_models import KINDS, MEAN, STD, Picture, Prompt, oracle_logits, prompt_of, write_checkpoint
 
+from weft.engine.config import EngineConfig
 from weft.engine.errors import ModelError, RequestError
 from weft.engine.images.rules import rule_of
+from weft.engine.model.implementation import choose_spec
 from weft.engine.model.vision import FAMILIES, vision_of
 from weft.engine.model.vision.tower import load_tower
+from weft.engine.model.weights import load_weights
 from weft.engine.wire.messages import AddRequest, Finish, Image
 from weft.engine.wire.page_keys import image_parts, page_keys
 from weft.engine.wire.pixels import PixelShelf
@@ -568,6 +571,19 @@ def test_published_checkpoints_have_transposed_experts(make: Maker, tmp_path: Pa
     tensors |= {name: tensors[name].transpose(1, 2).contiguous() for name in experts}
     save_file(tensors, turned / "model.safetensors", {"format": "pt"})
     Maker(make.kind, turned, make.shelf).engine().serve(make.prompts())
+
+
+@pytest.mark.parametrize("make", ["qwen3-vl-moe"], indirect=True)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_in_transposed_tensors_can_be_made_up(make: Maker, ranks: int) -> None:
+    """As to compile kernels before the weights are there."""
+    spec, _ = choose_spec(EngineConfig(model=str(make.path)))
+    own, meta = spec.shard(0, ranks), torch.device("meta")
+    made = load_weights(own, Path(), device=meta, dtype=torch.float16, max_positions=64, dummy_seed=0)
+    experts = own.experts
+    assert experts is not None
+    rows = 2 * experts.intermediate_size
+    assert made.layers[0]["experts_gate_up"].weight.shape == (experts.count, rows, spec.hidden_size)
 
 
 @pytest.mark.nightly
