@@ -100,6 +100,16 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
+def renamed(error: ApiError, theirs: str, ours: str) -> ApiError:
+    """An error about the field `theirs` of a chat request as one about the client's field `ours`; others unchanged."""
+    if not (error.param or "").startswith(theirs):
+        return error
+    return ApiError(
+        error.status, error.message.replace(theirs, ours), param=ours, code=error.code, retry_after=error.retry_after,
+        headers=error.headers,
+    )  # fmt: skip
+
+
 def unavailable(message: str, code: str, retry_after: int) -> ApiError:
     """A 503: nothing was done, and the client may retry after `retry_after` seconds."""
     return ApiError(503, message, code=code, retry_after=retry_after)

@@ -20,7 +20,7 @@ from weft.server.api.protocol import ChatBody
 from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
 from weft.server.api.turn import Turn, begin_turn
 from weft.server.api.turn_parser import Parts
-from weft.server.errors import ApiError, anthropic_error, translate
+from weft.server.errors import ApiError, anthropic_error, renamed, translate
 from weft.server.tools.stream import Call
 
 SIGNATURE = "d2VmdA=="
@@ -39,7 +39,8 @@ async def messages(body: MessagesBody, request: Request, service: ServiceOf) -> 
     try:
         turn = await begin_turn(chat, request, service, default_limit=max(1, body.max_tokens), retain_by_key=False)
     except ApiError as error:
-        raise without_place(error) from None
+        own = "output_config.format" if body.output_format is None else "output_format"
+        raise renamed(without_place(error), "response_format", own) from None
     return Answer(turn.generation, MessagesDialect(turn, body.max_tokens))
 
 

@@ -37,7 +37,7 @@ from weft.server.api.routing import JsonRoute, ServiceOf
 from weft.server.api.service import Service
 from weft.server.api.turn import begin_turn
 from weft.server.api.turn_parser import TurnParser
-from weft.server.errors import ApiError, bad_request, translate
+from weft.server.errors import ApiError, bad_request, renamed, translate
 from weft.server.observe.shared_state import SleepState
 from weft.server.text.logprobs import chat_logprobs
 from weft.server.text.tokenizer import Tokenizer
@@ -107,7 +107,10 @@ async def _turn(
         chosen = await service.enter(chat.model, request.scope)
         if reasoning_format(chosen.config.reasoning_parser, chosen.loaded.tokenizer) is None:
             raise bad_request(f'"{body.model}" does not support thinking', "think")
-    turn = await begin_turn(chat, request, service, default_limit=body.options.limit)
+    try:
+        turn = await begin_turn(chat, request, service, default_limit=body.options.limit)
+    except ApiError as error:
+        raise renamed(error, "response_format", "format") from None
     body.options.check_context(turn.generation.service.loaded.ready.max_model_len)
     return Answer(turn.generation, OllamaDialect(turn.generation, turn.parser, body, show))
 

@@ -402,6 +402,8 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/
         ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "budget_tokens"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"output_format": {"type": "json_schema"}}, "output_format"),
+        ({"output_format": {"type": "json_schema", "schema": {"not": {}}}}, "output_format: "),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format: "),
         ({"model": "claude"}, "claude"),
         ({"messages": [{"role": "user", "content": "a b " * 300}]}, "prompt is too long"),
     ],

@@ -98,6 +98,7 @@ async def test_a_window_of_penalties_is_refused_only_if_there_are_penalties(serv
         ("chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "messages[0].images"),
         ("chat", {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ("chat", {"messages": HELLO, "format": "yaml"}, "format"),
+        ("chat", {"messages": HELLO, "format": {"uniqueItems": True}}, "format: Unimplemented"),
         ("chat", {"messages": HELLO, "keep_alive": 0}, "keep_alive"),
         ("chat", {"messages": HELLO, "keep_alive": "soon"}, "keep_alive"),
         ("chat", {"messages": HELLO, "think": True}, "think"),
@@ -132,6 +133,7 @@ async def test_what_is_not_supported_is_refused_by_name(
     error = response.json()["error"]
     assert isinstance(error, str)
     assert name.removeprefix("messages[0].") in error
+    assert "response_format:" not in error
     assert not server.engine.added
 
 

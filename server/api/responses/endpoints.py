@@ -24,7 +24,7 @@ from weft.server.api.responses.records import OPEN, Records, with_ids
 from weft.server.api.routing import STREAMED, JsonRoute, ServiceOf
 from weft.server.api.service import Service
 from weft.server.api.turn import Turn, begin_turn
-from weft.server.errors import ApiError, bad_request
+from weft.server.errors import ApiError, bad_request, renamed
 
 PATH = "/v1/responses"
 NOT_STORED = "weft.not_stored"  # entry of a scope: why not everything is stored, as the code of an error
@@ -178,12 +178,9 @@ async def _begin_turn(
             named = [text.replace(".function.parameters", ".parameters") for text in (error.message, param)]
             raise ApiError(error.status, named[0], param=named[1], code=error.code) from None
         for theirs, ours in (("messages", "input"), ("response_format", "text.format")):
-            if param.startswith(theirs) and theirs not in body.model_fields_set:
-                message = error.message.replace(theirs, ours)
-                raise ApiError(
-                    error.status, message, param=ours, code=error.code, retry_after=error.retry_after
-                ) from None
-        raise error
+            if theirs not in body.model_fields_set:
+                error = renamed(error, theirs, ours)
+        raise error from None
 
 
 async def _begin_truncated(
