@@ -105,7 +105,7 @@ endurance: $(VENV)/.test ## send 20,000 mixed requests to a daemon and check tha
 simulated: $(VENV)/.test ## compare weft fleet with a real daemon, on an idle machine (or ARGS=--paced)
 	$(BIN)/python -P tests/fleet/compare_real.py $(ARGS)
 chaos: $(VENV)/.test ## inject faults for half an hour and check every answer (ARGS="--minutes 5 --seed 1")
-	PYTHONPATH=tests/chaos:tests/server $(BIN)/python tests/chaos/chaos.py $(ARGS)
+	PYTHONPATH=tests/chaos:tests/server:tests/engine $(BIN)/python tests/chaos/chaos.py $(ARGS)
 
 kernelmap: $(VENV)/.test ## regenerate the tables of docs/kernels.md: which kernel runs when
 	$(BIN)/python -m weft.tools.kernels.kernel_map

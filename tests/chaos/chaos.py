@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -29,11 +31,15 @@ from random import Random
 from adapters import OPERATOR, ChaosAdapters
 from broken_disk import BrokenDisk
 from customers import PATIENCE_SECONDS, Customers, questions, references
+from draft_heads import random_head
 from ledger import Ledger, disagreements, totals
 from live import Daemon
 from mischief import API, ENGINE, Clock, Log, Mischief
 from pictures import NAME, ChaosPictures
 from stored import StoringClients
+
+from weft.engine.config.speculation import MODEL_METHODS
+from weft.engine.demo import MODEL_PATH
 
 HERE = Path(__file__).parent
 HANG_SECONDS = 6.0
@@ -57,9 +63,18 @@ def options(
         "step-timeout": HANG_SECONDS, "api-hang-timeout": HANG_SECONDS, "engine-restart-limit": 100_000,
         "admin-api-key": OPERATOR,
     }  # fmt: skip
-    models = (f"demo speculation={speculation} {adapters.options}", f"{pictures.model} served_model_name={NAME}")
+    models = (f"demo {speculation} {adapters.options}", f"{pictures.model} served_model_name={NAME}")
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     return [*words, *(word for model in models for word in ("--model", model))]
+
+
+def drafting(how: str, folder: Path) -> str:
+    """The options of a model whose drafts are made like this. Models draft a fixed number, whether or not that pays."""
+    if how not in MODEL_METHODS:
+        return f"speculation={how}"
+    model = MODEL_PATH if how == "draft_model" else random_head(folder / "head")
+    fixed = {"num_speculative_tokens": 3, "enable_adaptive_verification": False}
+    return "speculative_config=" + shlex.quote(json.dumps({"method": how, "model": str(model), **fixed}))
 
 
 class Watched(Daemon):
@@ -168,7 +183,9 @@ async def run(folder: Path, minutes: float, seed: int, crowd: int, speculation: 
     store.mkdir(parents=True)
     adapters = ChaosAdapters(folder / "adapters", rng)
     pictures = ChaosPictures(folder / "vision", rng)
-    daemon = Watched(folder, disk, *options(port, admin_port, folder / "disk", adapters, pictures, speculation))
+    daemon = Watched(
+        folder, disk, *options(port, admin_port, folder / "disk", adapters, pictures, drafting(speculation, folder))
+    )
     ledger = Ledger()
     findings: list[str] = []
     try:
@@ -244,7 +261,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--crowd", type=int, default=24, help="clients that ask all the time")
-    parser.add_argument("--speculation", default="suffix", choices=["off", "auto", "suffix", "ngram"])
+    parser.add_argument("--speculation", default="suffix", choices=["off", "auto", "suffix", "ngram", *MODEL_METHODS])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="weft-chaos-") as name:
         folder = Path(name)
