@@ -139,7 +139,7 @@ class Engine:
     def _scheduler_of(self, pool: PagePool) -> Scheduler:
         config, resolved = self.config, self.resolved
         if (drafting := resolved.drafting) is not None and self._vision is not None:
-            if drafting.model is not None:
+            if drafting.by_model:
                 raise ConfigError("a model cannot draft for one that takes images yet: use --speculation suffix")
             # Verified decodes of requests with images are not tested on GPUs.
             if resolved.device.type == "cuda" and config.speculation != "auto":
@@ -155,7 +155,7 @@ class Engine:
             images = Images(slots, self._vision, self._image_rows, shelf)
         self._drafter: TextDrafter | ModelDrafter | None = None
         if (options := resolved.drafting) is not None:
-            self._drafter = (TextDrafter if options.model is None else ModelDrafter)(slots, options)
+            self._drafter = (ModelDrafter if options.by_model else TextDrafter)(slots, options)
         self._verification = None
         if self._drafter is not None:
             most = resolved.max_sampled if resolved.device.type == "cuda" else None

@@ -11,10 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from weft.engine.config.paths import expanded
 from weft.engine.errors import ConfigError, invalid_option
 
-Method = Literal["suffix", "ngram", "draft_model", "eagle3"]
-MODEL_METHODS: tuple[Method, ...] = ("draft_model", "eagle3")
+Method = Literal["suffix", "ngram", "draft_model", "eagle3", "mtp"]
+MODEL_METHODS: tuple[Method, ...] = ("draft_model", "eagle3", "mtp")
 Speculation = Literal["off", "auto", "suffix", "ngram"]
-DEFAULT_DEPTHS: dict[Method, int] = {"suffix": 16, "ngram": 5, "draft_model": 4, "eagle3": 4}
+DEFAULT_DEPTHS: dict[Method, int] = {"suffix": 16, "ngram": 5, "draft_model": 4, "eagle3": 4, "mtp": 3}
 LEAST_AGREEMENT = 0.1  # share of the occurrences that must agree with a draft, if depths are not measured
 MOST_DRAFTS = 64  # maximum draft tokens of a request in one iteration
 
@@ -40,7 +40,12 @@ class DraftOptions(NamedTuple):
     by_requests: tuple[tuple[int, int, int], ...] = ()
     """(from, to, depth): maximum depths while this many requests decode."""
     model: Path | None = None
-    """Directory of the model that drafts; None: drafts repeat the request's own text."""
+    """Directory of the model that drafts; None: there is none, or the target's own layer drafts."""
+
+    @property
+    def by_model(self) -> bool:
+        """Whether a model drafts. Otherwise drafts repeat the request's own text."""
+        return self.method in MODEL_METHODS
 
     def depth_at(self, requests: int) -> int:
         """Return the maximum depth while this many requests decode."""
@@ -67,7 +72,7 @@ _REFUSED = dict.fromkeys(
 }  # fmt: skip
 """Keys of vLLM's that are refused, and why. A null or a false asks for nothing."""
 
-_METHODS = "suffix, ngram, draft_model or eagle3"
+_METHODS = "suffix, ngram, draft_model, eagle3 or mtp"
 _Depth = Annotated[int, Field(ge=1, le=MOST_DRAFTS)]
 _Range = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=3, max_length=3)]
 
@@ -119,7 +124,10 @@ class _Given(BaseModel):
         return self
 
     def _model_fits(self, method: str) -> None:
-        if self.model is None:
+        if method == "mtp":
+            if self.model is not None and self.model.strip("[]") != method:
+                raise ValueError("model: method mtp uses a layer of the served model")
+        elif self.model is None:
             raise ValueError(f"model is missing: the directory of the {method}")
         if given := sorted(name for name in self.model_fields_set if name.startswith(("prompt_", "suffix_"))):
             raise ValueError(f"{given[0]}: method {method} does not search text")
@@ -164,7 +172,8 @@ def parse_config(text: str) -> DraftOptions:
     if method in MODEL_METHODS:
         depth = given.num_speculative_tokens or DEFAULT_DEPTHS[method]
         measured = given.enable_adaptive_verification is not False
-        return DraftOptions(method, depth, measured, by_requests=by_requests, model=expanded(given.model or ""))
+        model = None if method == "mtp" else expanded(given.model or "")
+        return DraftOptions(method, depth, measured, by_requests=by_requests, model=model)
     low, high = given.lookup
     tree = given.suffix_decoding_max_tree_depth
     return DraftOptions(

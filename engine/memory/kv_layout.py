@@ -40,7 +40,8 @@ class KvLayout:
     states: str = ""
     """`StateLayout.id` of the recurrent states in other pages of the pool. Part of a page's identity."""
     drafts: tuple[int, int, int] = (0, 0, 0)
-    """(layers, Hkv, D) of the model that drafts, with two planes; after the layers, in room of whole layers."""
+    """(layers, Hkv, D) of the model that drafts; after the layers, in room of whole layers."""
+    draft_planes: int = 2
 
     @classmethod
     def of(cls, spec: ModelSpec, page_size: int, dtype: torch.dtype, widths: Sequence[int] = ()) -> Self:
@@ -67,7 +68,7 @@ class KvLayout:
 
     @property
     def _draft_values(self) -> int:
-        return 2 * self.page_size * self.drafts[1] * self.drafts[2]
+        return self.draft_planes * self.page_size * self.drafts[1] * self.drafts[2]
 
     @property
     def first_draft_layer(self) -> int:
@@ -84,8 +85,8 @@ class KvLayout:
         return -(-end // size) * size // self._layer_values - self.num_layers
 
     def draft_view(self, pool: Tensor) -> Tensor:
-        """View the pool as `[pages, layers, 2, page_size, Hkv, D]` of the drafter's size."""
-        return pool.view(len(pool), -1, 2, self.page_size, *self.drafts[1:])
+        """View the pool as `[pages, layers, planes, page_size, Hkv, D]` of the drafter's size."""
+        return pool.view(len(pool), -1, self.draft_planes, self.page_size, *self.drafts[1:])
 
     @property
     def _mixed_offsets(self) -> tuple[list[int], int]:
@@ -138,7 +139,7 @@ class KvLayout:
         """Part of a page's identity: pages of another layout never match."""
         made = f"|{self.maker} {self.mixed}" if self.maker else ""
         states = f"|{self.states}" if self.states else ""
-        drafts = f"|drafts {self.drafts}" if self.drafts[0] else ""
+        drafts = f"|drafts {self.drafts} {self.draft_planes}" if self.drafts[0] else ""
         return f"{self.dtype}|{'x'.join(map(str, self.page_shape))}{made}{states}{drafts}"
 
     def shape(self, num_pages: int) -> tuple[int, ...]:

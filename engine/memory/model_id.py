@@ -42,7 +42,9 @@ def model_id(config: EngineConfig, layout: KvLayout, spec: ModelSpec, dtype: tor
             digest.update(f"as {config.quantization}".encode())
         if spec.native and spec.packed is not None:  # its products round activations to int8
             digest.update(b"packed")
-        if (drafting := config.drafting) is not None and drafting.model is not None:  # pages hold its K and V too
+        if (drafting := config.drafting) is not None and drafting.method == "mtp":
+            digest.update(b"drafts mtp")
+        elif drafting is not None and drafting.model is not None:  # pages hold its K and V too
             digest.update(f"drafts {drafting.method}".encode() + (drafting.model / "config.json").read_bytes())
             _add_weights(digest, drafting.model)
         if config.load_format == "dummy":

@@ -367,7 +367,8 @@ def test_a_draft_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         ({"method": "eagle3"}, "model is missing"),
         ({"method": "draft_model", "model": "a", "prompt_lookup_max": 3}, "does not search text"),
         ({"method": "draft_model", "model": "a", "quantization": "fp8"}, "not supported for models that draft"),
-        ({"method": "medusa", "model": "a"}, "choose suffix, ngram, draft_model or eagle3"),
+        ({"method": "medusa", "model": "a"}, "choose suffix, ngram, draft_model, eagle3 or mtp"),
+        ({"method": "mtp", "model": "a"}, "a layer of the served model"),
     ],
 )
 def test_vllms_keys_that_do_not_fit_models_are_refused(config: dict[str, Any], line: str) -> None:

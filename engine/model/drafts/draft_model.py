@@ -30,6 +30,8 @@ def read_draft_model(path: Path, target: Target) -> DraftModel:
     """Read a model directory. Raises `ModelError`, one line, for another vocabulary or unsupported layers."""
     spec = read_spec(path)
     check_layers(path, spec)
+    if spec.latent is not None:
+        raise ModelError(f"{path}: a draft model cannot have latent attention")
     if spec.max_positions < target.max_positions:
         raise ModelError(
             f"{path}: it has {spec.max_positions} positions, requests may have {target.max_positions}: "

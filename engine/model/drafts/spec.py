@@ -45,7 +45,7 @@ class DraftSpec(Protocol):
 def check_layers(path: Path, spec: ModelSpec) -> None:
     """Raise `ModelError` unless the drafter's layers can keep their K and V in the target's pages."""
     why = ""
-    if spec.recurrent or spec.latent is not None or any(spec.windows):
+    if spec.recurrent or any(spec.windows):
         why = "a model that drafts needs full attention in all layers"
     elif spec.quantization is not None or spec.integers is not None:
         why = "a model that drafts must have weights in 16 or 32 bits"

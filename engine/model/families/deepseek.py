@@ -1,5 +1,5 @@
 """DeepSeek-V2 and V3 (also R1 and Kimi-K2), GLM-4.7 Flash: latent attention, experts with shared ones after a few dense
-layers. Layers that predict further tokens are ignored."""
+layers."""
 
 from __future__ import annotations
 

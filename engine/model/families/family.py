@@ -88,7 +88,7 @@ class TensorNames:
     transposed: bool = False  # Matrices are `[in, out]`.
     prefix: str = "model."
     other_prefixes: tuple[str, ...] = ()  # Prefixes of some checkpoints instead of `prefix`.
-    draft_layers: int = 0  # Layers after the last one that predict further tokens; not read.
+    draft_layers: int = 0  # Layers after the last one that predict further tokens (see `drafts.mtp`).
     harmless: tuple[str, ...] = ()  # Endings of checkpoint names that are not needed.
     unused: tuple[str, ...] = ()  # Beginnings of checkpoint names that are not needed.
 

@@ -390,8 +390,11 @@ class CpuExecutor:
             self.native = native_layers(spec, weights, kv, attention, self._steps)
 
     def tap(self, layers: tuple[int, ...]) -> None:
-        """Keep the stream that enters these layers, for each iteration."""
+        """Keep the stream that enters these layers, for each iteration. The number of layers stands for the end."""
         begins = {layer: step for step, (_, _, layer) in reversed(list(enumerate(self._steps)))}
+        begins[self.spec.num_layers] = len(self._steps)
+        if self.spec.num_layers in layers:
+            self._last_attention = -1  # No row is dropped.
         self._taps = {begins[layer]: place for place, layer in enumerate(layers)}
         self.tapped = [torch.empty(0)] * len(layers)
 
@@ -462,6 +465,7 @@ class CpuExecutor:
                     break
             if step in self._deep_ends:
                 iteration.add_deepstack(layer)
+        self._keep_tapped(len(self._steps), [iteration.activations["x"]], len(inputs.token_ids))
         return iteration.activations["x"], iteration.sumsq
 
     def _forward_natively(
@@ -531,6 +535,7 @@ class CpuExecutor:
                 if not len(rows):
                     return blocks[0].activations["x"][:0], blocks[0].sumsq[:0]
                 blocks = self._blocks_of(blocks, rows)
+        self._keep_tapped(len(self._steps), [block.activations["x"] for block in blocks], len(inputs.token_ids))
         return torch.cat([block.activations["x"] for block in blocks]), torch.cat([block.sumsq for block in blocks])
 
     def _blocks_of(self, blocks: list[_Iteration], rows: Tensor) -> list[_Iteration]:

@@ -40,7 +40,7 @@ def _conflicts(
     yield several, "several engines share this GPU, and one would measure the others: use weft search"
     yield config.plan == "serial", "--plan serial excludes a plan: leave out one of the two"
     drafting = config.drafting
-    yield drafting is not None and drafting.model is not None, "a model that drafts excludes pipelines: leave it out"
+    yield drafting is not None and drafting.by_model, "a model that drafts excludes pipelines: leave it out"
     yield config.batch_invariant, "--batch-invariant uses a plan only if you name it: leave out one of the two"
     yield config.enforce_eager, "pipelines run in CUDA graphs: leave out --enforce-eager"
     yield backend != "triton", "pipelines need the triton attention back end"

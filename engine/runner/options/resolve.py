@@ -176,7 +176,7 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     draft_bytes = 0
     if draft is not None:
         own = draft.layer
-        kv = replace(kv, drafts=(len(own.kv_heads), own.num_kv_heads, own.head_dim))
+        kv = replace(kv, drafts=(len(own.kv_heads), *own.kv_heads[0]), draft_planes=own.kv_planes)
         # Engines that share the model's weights have a copy of these each.
         draft_bytes = own.weight_bytes(dtype.itemsize) * config.share.weight_sharers
     planned = cuda and spec.native
@@ -249,7 +249,7 @@ def _drafting(config: EngineConfig, spec: ModelSpec, attention: str, *, cuda: bo
         return None
     if spec.recurrent:
         why = f"{spec.architecture} has recurrent layers, whose states cannot be rolled back; leave it out"
-    elif options.model is not None and (refusal := _no_model_drafts(config, spec, cuda=cuda)):
+    elif options.by_model and (refusal := _no_model_drafts(config, spec, cuda=cuda)):
         why = refusal
     elif cuda and config.tensor_parallel_size > 1:
         why = "speculation runs on one GPU only so far: leave it out"
@@ -391,7 +391,7 @@ def _plan(
         excluded = "pipelines need the triton attention back end"
     elif config.enforce_eager:
         excluded = "pipelines run in CUDA graphs: leave out --enforce-eager"
-    elif config.drafting is not None and config.drafting.model is not None:
+    elif config.drafting is not None and config.drafting.by_model:
         excluded = "a model that drafts reads the stream of whole iterations"
     elif spec.recurrent:
         excluded = "a model with recurrent layers runs serially"
