@@ -57,8 +57,7 @@ class Served:
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [kind if kind == DAY else pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS if "3.5" not in kind],
+    "kind", [kind if kind == DAY else pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS]
 )
 def test_ranks_answer_about_pictures(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leader, "PART_BYTES", 1000)  # a picture's embeddings need several orders
