@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.engine.errors import ModelError, refuse_pointer
 from weft.engine.model.index import read_index
-from weft.kernels.formats.packed_rows import PackedForm
+from weft.kernels.formats.packed_form import PackedForm
 
 
 class Part(NamedTuple):

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from weft.engine.model.checkpoint import Stored
 from weft.engine.model.finite import FiniteCheck
-from weft.kernels.formats.packed_rows import PackedForm, floats_of
+from weft.kernels.formats.packed_form import PackedForm
+from weft.kernels.formats.packed_rows import floats_of
 
 MOST_THREADS = 16  # Beyond this, threads wait for each other's Python code.
 PIECE = 1 << 20  # Values that a thread converts at once.

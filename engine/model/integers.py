@@ -20,7 +20,8 @@ from weft.engine.errors import ModelError
 from weft.engine.model.checkpoint import WHOLE, Checkpoint, Packing, Part, Stored
 from weft.engine.model.parts import Integers
 from weft.engine.model.spec import ModelSpec
-from weft.kernels.formats.packed_rows import COLUMNS, PackedForm, pack_rows
+from weft.kernels.formats.packed_form import COLUMNS, PackedForm
+from weft.kernels.formats.packed_rows import pack_rows
 
 GIB = 1 << 30
 WORD = 32  # Bits of the integers that codes are packed into.

@@ -10,10 +10,10 @@ from math import prod
 from pathlib import Path
 
 from weft.engine.model.gguf.file import INDEX
-from weft.engine.model.gguf.packing import form_of
+from weft.engine.model.gguf.forms import form_of
 from weft.engine.model.parts import Packed
 from weft.engine.model.spec import ModelSpec
-from weft.kernels.formats.packed_rows import COLUMNS, PackedForm, common_form
+from weft.kernels.formats.packed_form import COLUMNS, PackedForm, common_form
 
 _TABLES = ("token_embd.weight", "output.weight")
 _JOINED = re.compile(r"\.(attn_[qkv]|ffn_(gate|up))\.weight$")

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -141,6 +141,13 @@ def find_compiler() -> str:
         if name and (path := shutil.which(name)):
             return path
     raise NoLibrary("no C++ compiler: install g++ or clang++, or set CXX")
+
+
+def usable() -> bool:
+    """Return whether this machine can run the library and compile it, without doing either."""
+    with suppress(NoLibrary):
+        return bool(variants(cpu_flags()) and find_compiler())
+    return False
 
 
 def sources() -> str:

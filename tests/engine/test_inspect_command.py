@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from gguf_files import Kind, write_gguf
 from tiny import FAMILIES, save_tiny
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import ConfigError
+from weft.engine.model.hub import find_model
 from weft.engine.model.implementation import choose_spec
 from weft.engine.runner.options import machine
 from weft.engine.runner.options.cards import on_cards
 from weft.engine.runner.start import inspect_command
+from weft.kernels.native import library
 
 
 def _both(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
@@ -108,15 +111,38 @@ def test_a_context_that_is_too_long_is_left_to_the_engine(monkeypatch: pytest.Mo
     assert "positions" in resolved["why_not"]
 
 
-def test_a_gguf_file_is_inspected_without_torch() -> None:
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model directory of a GGUF file in several types."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = save_tiny("qwen2", tmp_path / "checkpoint")
+    kinds = {f"blk.{i}.attn_{name}.weight": Kind.Q4_0 for i in range(2) for name in "qkv"}
+    kinds["token_embd.weight"] = Kind.Q8_0
+    return find_model(str(write_gguf(path, tmp_path / "it.gguf", "qwen2", kind=Kind.F16, kinds=kinds)))
+
+
+@pytest.mark.parametrize("why_not", [None, "no compiler"])
+def test_weights_of_a_gguf_file_stay_packed(
+    why_not: str | None, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "usable", lambda: why_not is None)
+    monkeypatch.setattr("weft.engine.runner.options.resolve.start_native", lambda _: why_not)
+    quick, resolved = _both(EngineConfig(model=str(directory), load_format="dummy"), monkeypatch)
+    assert quick == resolved
+    assert ("weight_format" in quick) == (why_not is None)
+
+
+@pytest.mark.parametrize("model", ["gguf", "preset"])
+def test_a_model_is_inspected_without_torch(model: str, directory: Path) -> None:
+    which = f"model={str(directory)!r}" if model == "gguf" else "model_preset='opt-1.3b'"
     code = (
         "import sys; from weft.engine.runner.start import inspect_command as c; c.gpus = list;"
         "from weft.engine.config import EngineConfig;"
-        "c.inspect(EngineConfig(model_preset='opt-1.3b', load_format='dummy'));"
+        f"print(c.inspect(EngineConfig({which}, load_format='dummy'))['devices']['cpu']['served']);"
         "print(sorted({'torch', 'transformers'} & sys.modules.keys()))"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "[]"
+    assert said.stdout.split() == ["True", "[]"]
 
 
 def test_options_outside_their_range_are_refused() -> None:

@@ -19,6 +19,7 @@ from weft.engine.errors import ModelError
 from weft.engine.memory.model_id import model_id
 from weft.engine.model.directory import read_spec
 from weft.engine.model.gguf import blocks, packing
+from weft.engine.model.gguf.forms import form_of
 from weft.engine.model.hub import find_model
 from weft.engine.model.layer_weights import ProjectionWeights
 from weft.engine.model.packed import packed_as
@@ -55,7 +56,7 @@ def test_blocks_keep_their_values(kind: str) -> None:
         raw[..., place] = rng.integers(0x20, 0x30, raw.shape[:2])
     raw = raw.reshape(6, -1)
     want = torch.from_numpy(gguf.dequantize(raw, Kind[kind]))
-    form = packing.form_of(kind)
+    form = form_of(kind)
     assert form is not None
     for columns in (slice(0, 2 * per_block), slice(32 % per_block, 2 * per_block - 32 % per_block)):
         data = packing.pack(torch.from_numpy(raw), kind, columns)

@@ -15,7 +15,8 @@ from weft.engine.errors import ModelError
 from weft.engine.model.checkpoint import WHOLE, Packing, Part, Stored
 from weft.engine.model.gguf import blocks, packing
 from weft.engine.model.gguf.file import INDEX, Entry
-from weft.kernels.formats.packed_rows import COLUMNS
+from weft.engine.model.gguf.forms import form_of
+from weft.kernels.formats.packed_form import COLUMNS
 
 READ_ALREADY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that the configuration already contains."""
@@ -91,7 +92,7 @@ class GgufCheckpoint:
         found = self._find(name)
         if found is None or found[1] is not None or len(shape) != 2:
             return None
-        form = packing.form_of(self._entries[found[0]].kind)
+        form = form_of(self._entries[found[0]].kind)
         begin, end = _columns(shape, part)
         fits = form is not None and not begin % COLUMNS and not end % COLUMNS
         return Packing(form) if fits and form is not None else None

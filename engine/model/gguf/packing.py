@@ -5,20 +5,15 @@ Scales of the K types are products of a float16 and a small integer; they are ro
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from torch import Tensor
 
 from weft.engine.model.gguf import blocks as ggml
-from weft.kernels.formats.packed_rows import PackedForm, pack_rows
+from weft.engine.model.gguf.forms import form_of
+from weft.kernels.formats.packed_rows import pack_rows
 
 Parts = tuple[Tensor, Tensor, Tensor | None]
 """Codes `[n, values]` uint8, scales and lows `[n, groups]` float32 of `n` blocks."""
-
-
-class _Kind(NamedTuple):
-    form: PackedForm
-    parts: Callable[[Tensor], Parts]
 
 
 def _q4_0(blocks: Tensor) -> Parts:
@@ -69,28 +64,24 @@ def _q6_k(blocks: Tensor) -> Parts:
     return codes.flatten(1), scales, None
 
 
-_KINDS = {
-    "Q4_0": _Kind(PackedForm(4, 32, 8, low=False), _q4_0),
-    "Q4_1": _Kind(PackedForm(4, 32, 0, low=True), _q4_1),
-    "Q5_0": _Kind(PackedForm(8, 32, 16, low=False), _q5_0),
-    "Q5_1": _Kind(PackedForm(8, 32, 0, low=True), _q5_1),
-    "Q8_0": _Kind(PackedForm(8, 32, 128, low=False), _q8_0),
-    "Q2_K": _Kind(PackedForm(4, 16, 0, low=True), _q2_k),
-    "Q3_K": _Kind(PackedForm(4, 16, 4, low=False), _q3_k),
-    "Q4_K": _Kind(PackedForm(4, 32, 0, low=True), _q4_k),
-    "Q5_K": _Kind(PackedForm(8, 32, 0, low=True), _q5_k),
-    "Q6_K": _Kind(PackedForm(8, 16, 32, low=False), _q6_k),
+_PARTS: dict[str, Callable[[Tensor], Parts]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
 }
-
-
-def form_of(kind: str) -> PackedForm | None:
-    """Return the form of a type's matrices, or None if they are not kept packed."""
-    return _KINDS[kind].form if kind in _KINDS else None
 
 
 def pack(raw: Tensor, kind: str, columns: slice = slice(None)) -> Tensor:
     """Convert rows of blocks `[rows, bytes]` uint8 to the bytes of `PackedRows`; columns: whole groups of each row."""
-    form, parts = _KINDS[kind]
+    form, parts = form_of(kind), _PARTS[kind]
+    assert form is not None
     size = ggml.block_of(kind)[1]
     codes, scale, low = parts(raw.reshape(-1, size))
     groups = slice(*(None if at is None else at // form.group for at in (columns.start, columns.stop)))

@@ -62,12 +62,16 @@ def _config(arguments: argparse.Namespace) -> EngineConfig:
 def _on_cpu(config: EngineConfig, spec: ModelSpec) -> dict[str, Any] | None:
     """Return what `resolve` gives for a CPU, without torch, which takes most of a second to import. None for a model
     that does not fit, and for one that is computed or stored in another way than plainly."""
+    from weft.engine.model.packed import packed_as
+    from weft.engine.runner.options.cards import bytes_per_token
     from weft.engine.runner.options.machine import CPU_MEMORY_SHARE, CPU_SEQUENCES, has_bfloat16, machine_memory
+    from weft.kernels.native import library
 
     plain = spec.native and spec.quantization is None and spec.integers is None and len(set(spec.kv_heads)) == 1
-    plain = plain and not (config.model_path / GGUF_INDEX).is_file()
     if not plain or spec.recurrent or config.tensor_parallel_size > 1:
         return None
+    if (config.model_path / GGUF_INDEX).is_file() and library.usable():
+        spec = packed_as(spec, config.model_path)
     dtype, itemsize = ("bfloat16", 2) if spec.dtype == "bfloat16" and has_bfloat16() else ("float32", 4)
     weights, memory, page_size = spec.weight_bytes(itemsize), machine_memory(), config.page_size
     token_bytes = spec.kv_planes * itemsize * sum(heads * width for heads, width in spec.kv_heads)
@@ -77,10 +81,13 @@ def _on_cpu(config: EngineConfig, spec: ModelSpec) -> dict[str, Any] | None:
     tables = longest * (4 * spec.head_dim + 4 * sequences)
     if longest > spec.max_positions or tables > memory or weights > 0.9 * memory or pages < 2:
         return None
-    return {
+    found = {
         "served": True, "dtype": dtype, "weight_bytes": weights, "kv_bytes_per_token": token_bytes,
         "kv_tokens": pages * page_size, "max_model_len": max(2, min(longest, (pages - 1) * page_size)),
     }  # fmt: skip
+    if spec.packed is None:
+        return found
+    return {**found, "weight_format": spec.packed.formats, "bytes_per_token": bytes_per_token(spec, itemsize)}
 
 
 def _devices(config: EngineConfig, spec: ModelSpec) -> dict[str, dict[str, Any]]:
