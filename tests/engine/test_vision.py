@@ -624,6 +624,24 @@ def test_a_limit_on_the_time_between_tokens_never_divides_a_picture(make: Maker)
     served.check(text, decoding)
 
 
+@pytest.mark.parametrize("make", ["gemma3"], indirect=True)
+def test_whole_pictures_fit_iterations_with_room_for_one_next_to_all_decodes(make: Maker) -> None:
+    """A GPU's buffers end there. Short prompts that keep arriving do not hold a picture up."""
+    served = make.engine(max_num_batched_tokens=20, max_num_seqs=4)
+    runner, sizes = served.harness.engine.runner, []
+    launch = runner.launch
+
+    def counted(batch: Any) -> Any:
+        sizes.append(batch.num_tokens)
+        return launch(batch)
+
+    runner.launch = counted
+    pictures = [make.prompt(make.picture(), make.text(9), make.picture()) for _ in range(6)]
+    texts = [make.prompt(make.text(length)) for length in (3, 14, 9, 2, 11, 6) * 2]
+    served.serve([*texts[:2], *pictures, *texts[2:]])
+    assert max(sizes) <= 20
+
+
 @given(
     tokens=st.lists(st.integers(0, 3), min_size=8, max_size=24),
     page_size=st.sampled_from([1, 2, 4]),
