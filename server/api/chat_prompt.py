@@ -119,7 +119,7 @@ def _tool_format(service: Service, body: ChatBody) -> ToolFormat:
     form = tool_format(service.config.tool_call_parser, service.loaded.tokenizer)
     if form is None and body.tool_choice == "auto":
         raise bad_request(
-            "The chat template does not show how this model writes tool calls, so it cannot choose to make one. "
+            "This server does not know how this model writes tool calls, so the model cannot choose to make one. "
             "Use tool_choice 'required' or a named tool, or start the server with --tool-call-parser.",
             "tools",
             "tools_not_supported",

@@ -110,6 +110,12 @@ TOOL_MARKS: tuple[tuple[tuple[str, ...], ToolParserName], ...] = (
 )
 """Marks in a chat template and the format they indicate; the first match wins."""
 
+UNREAD_MARKS = (
+    "<|START_ACTION|>", "<TOOLCALL>", "<seed:tool_call>", "<|tool_list_start|>", "<|tool_call_start|>", "<tool_calls>",
+    "<|action_start|>", "<|tools_prefix|>", ">>>all", "<longcat_tool_call>", "<steptml:invoke", "<|tool_call:begin|>",
+)  # fmt: skip
+"""Marks in templates of families whose calls are not read. Such a template may contain marks of other formats too."""
+
 
 REASONING_FORMATS: dict[ReasoningParserName, ReasoningFormat] = {
     "deepseek_r1": ReasoningFormat("<think>", "</think>", always=True),

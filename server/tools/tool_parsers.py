@@ -6,7 +6,15 @@ from collections.abc import Mapping
 
 from weft.server.config import ReasoningParserName, ToolParserName
 from weft.server.text.tokenizer import Tokenizer
-from weft.server.tools.families import HERMES, LLAMA3, REASONING_FORMATS, REASONING_MARKS, TOOL_FORMATS, TOOL_MARKS
+from weft.server.tools.families import (
+    HERMES,
+    LLAMA3,
+    REASONING_FORMATS,
+    REASONING_MARKS,
+    TOOL_FORMATS,
+    TOOL_MARKS,
+    UNREAD_MARKS,
+)
 from weft.server.tools.messages import knows_tools
 from weft.server.tools.reasoning import ReasoningFormat
 from weft.server.tools.stream import Reader, Steps, StreamParser, short_id
@@ -17,9 +25,10 @@ UNKNOWN: ToolFormat = LLAMA3  # Format forced on models of unknown families; it 
 
 
 def detect(tokenizer: Tokenizer) -> ToolParserName:
-    """Return the format detected from the chat template; `auto` if the template does not support tools."""
+    """Return the format detected from the chat template; `auto` if it does not support tools, or in a format that is
+    not read."""
     template = tokenizer.chat_template or ""
-    if not knows_tools(tokenizer):
+    if not knows_tools(tokenizer) or any(mark in template for mark in UNREAD_MARKS):
         return "auto"
     return next((name for marks, name in TOOL_MARKS if all(mark in template for mark in marks)), "auto")
 
