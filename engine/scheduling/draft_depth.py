@@ -45,7 +45,11 @@ class RowTimes:
             self._number[k] = 0
         if n := self._number[k]:
             old = self._seconds[k]
-            seconds = old + max(WEIGHT, 1 / (n + 1)) * (min(max(seconds, old / STRAY), old * STRAY) - old)
+            # The first iterations of a size take longer than later ones: caches are cold.
+            if n < ENOUGH:
+                seconds = min(old, seconds)
+            else:
+                seconds = old + WEIGHT * (min(max(seconds, old / STRAY), old * STRAY) - old)
         self._seconds[k] = seconds
         self._number[k] += 1
         self._at[k] = now

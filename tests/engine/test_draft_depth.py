@@ -49,6 +49,13 @@ def test_only_tokens_that_met_the_text_count() -> None:
     assert second / first < before[1] / before[0]  # wrong; the other four are not judged
 
 
+def test_a_slow_first_iteration_of_a_size_does_not_count() -> None:
+    times = RowTimes()
+    for seconds in (0.016, 0.009, 0.01):
+        times.add(4, seconds, 0.0)
+    assert times.at(np.array([4])) == pytest.approx([0.009])
+
+
 def test_times_are_known_once_measured_and_while_fresh() -> None:
     times = RowTimes()
     assert not times.knows(8, 0.0)
