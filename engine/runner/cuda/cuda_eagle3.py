@@ -1,11 +1,14 @@
-"""`CudaEagle3`: an EAGLE-3 head that drafts on a GPU, before the iteration that verifies its drafts.
+"""`CudaEagle3`: an EAGLE-3 head that drafts on a GPU.
 
 A draft step is a graph per number of requests, which reads tokens, positions and states from device memory and advances
-them. So the host launches it once per draft, and learns the drafts with the iteration's results.
+them. The host launches it once per draft, and learns the drafts with the results of the iteration that verifies them.
+After an iteration with drafts, the next ones are made while the host commits it and forms the next iteration.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,11 +71,14 @@ class CudaEagle3:
         self._next = torch.full((slots + 1,), -1, dtype=torch.int64, device=device)
         """The position after that token; -1 for none."""
         self._rows = torch.zeros(3, slots, dtype=torch.int64, device=device)
-        """Slot, position of the newest token, and number of drafts, of the requests that get drafts. A step adds 1 to
-        the position and takes 1 from the number."""
+        """Slot, position of the newest token, and end of the positions that may be written, of the requests that get
+        drafts. A position of -1 is replaced with that of the newest token. A step adds 1 to the position."""
         self._tokens = torch.zeros(slots, dtype=torch.int64, device=device)
         self._hidden = torch.zeros(slots, layer.hidden_size, dtype=config.compute_dtype, device=device)
-        self._drafts = torch.zeros(config.drafting.depth, slots, dtype=torch.int64, device=device)
+        self._drafts = torch.zeros(config.drafting.depth, slots + 1, dtype=torch.int64, device=device)
+        """`[depth, slots + 1]` the last drafts of each slot's request."""
+        self._made = np.zeros(slots, np.int64)
+        """How many of these drafts follow its newest token."""
         self._turn = torch.zeros(1, dtype=torch.int64, device=device)
         self._items = torch.zeros(slots, ITEM_FIELDS, dtype=torch.int32, device=device)
         self._items[:, 0] = torch.arange(slots, device=device)
@@ -82,65 +88,95 @@ class CudaEagle3:
         group = layer.num_heads // layer.num_kv_heads
         self._space = decode_workspace(1, slots, layer.num_kv_heads, group, layer.head_dim, device)
         self._graphs: dict[int, _Graphs] = {}
+        self._following: dict[int, torch.cuda.CUDAGraph] = {}
+        """`_follow_decodes` by tokens."""
+        self._numbers_in_order = torch.arange(config.max_num_batched_tokens, device=device)
         self._memory: Any = None  # memory of all graphs, which run in sequence
 
     def attach(self, pool: Tensor, last_token: Tensor) -> None:
         """pool: the KV pool. last_token `[slots]`: see `SampleBuffers`."""
         self._kv, self._last_token = self._config.kv.draft_view(pool), last_token
 
-    def capture(self, stream: torch.cuda.Stream) -> None:
-        """Load kernels and capture the graphs, in `stream`."""
+    def capture(self, stream: torch.cuda.Stream, sampled: SampleBuffers, tokens: Iterable[int]) -> None:
+        """Load kernels and capture the graphs, in `stream`. tokens: of the pipelines of decodes."""
+        most = len(sampled.tokens)
         for n in _sizes(self._slots):
             self._begin(n)
             self._step(n)
             if not self._config.enforce_eager:
-                self._graphs[n] = self._captured(n, stream)
+                begin, step = (self._captured(partial(f, n), stream) for f in (self._begin, self._step))
+                self._graphs[n] = _Graphs(begin, step)
+        for t in tokens:
+            follow = partial(self._follow_decodes, sampled, min(t, most))
+            follow()
+            if not self._config.enforce_eager:
+                self._following[t] = self._captured(follow, stream)
+        self._rows.zero_()
+        self._next.fill_(-1)
 
-    def _captured(self, n: int, stream: torch.cuda.Stream) -> _Graphs:
-        graphs = _Graphs(torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph())
+    def _captured(self, launch: Callable[[], None], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graphs.begin, self._memory, stream=stream):
-            self._begin(n)
-        with torch.cuda.graph(graphs.step, self._memory, stream=stream):
-            self._step(n)
-        return graphs
+        with torch.cuda.graph(graph, self._memory, stream=stream):
+            launch()
+        return graph
 
     # -- drafts
 
     def draft(self, batch: Batch) -> None:
         """Write the drafts of a batch, which are `UNDRAFTED`, to the inputs that were sent."""
         self._forget(batch)
-        d = batch.num_decodes
         undrafted = np.flatnonzero(batch.token_ids == UNDRAFTED)
-        firsts = (np.cumsum(batch.query_len) - batch.query_len)[:d]
+        firsts = np.cumsum(batch.query_len) - batch.query_len
         of = np.repeat(np.arange(batch.num_requests), batch.query_len)[undrafted]
-        rows, place = np.unique(of, return_inverse=True)
-        n = next(size for size in _sizes(self._slots) if size >= len(rows))
-        given = np.zeros((3, n), np.int64)
-        given[1] = 1
-        given[:, : len(rows)] = batch.slots[rows], batch.positions[firsts[rows]], np.bincount(place)
-        turn = undrafted - firsts[of] - 1
-        self._rows[:, :n].copy_(self._to_device(given), non_blocking=True)
-        where = self._to_device(np.stack((undrafted, turn, place)).astype(np.int64))
-        graphs = self._graphs.get(n)
-        if graphs is None:
-            self._begin(n)
-        else:
-            graphs.begin.replay()
-        for _ in range(int(turn.max()) + 1):
-            if graphs is None:
-                self._step(n)
-            else:
-                graphs.step.replay()
+        turn, rows = undrafted - firsts[of] - 1, np.unique(of)
+        counts = np.bincount(of, minlength=batch.num_requests)[rows]
+        if (self._made[batch.slots[rows]] < counts).any():
+            begin = batch.positions[firsts[rows]]
+            self._make(batch.slots[rows], begin, begin + counts, int(counts.max()))
+        where = self._to_device(np.stack((undrafted, turn, batch.slots[of])).astype(np.int64))
         drafts = self._drafts[where[1], where[2]].int()
         column = self._inputs.column
         column["token_ids"].index_copy_(0, where[0], drafts)
         # Every token of a decode is sampled, so samples and tokens of decodes have the same numbers.
         column["expected"].index_copy_(0, where[0] - 1, drafts)
 
+    def draft_ahead(self, batch: Batch) -> None:
+        """After `follow`: make the drafts of the next iteration, if this one has any, as many for each request as this
+        one's longest."""
+        self._made[batch.slots] = 0
+        if not (batch.token_ids == UNDRAFTED).any():
+            return
+        depth = min(int(batch.query_len[: batch.num_decodes].max()) - 1, len(self._drafts))
+        rows = np.unique(batch.sampled_rows)
+        slots = batch.slots[rows]
+        # The table of the batch has no pages for tokens beyond those that the scheduler knows of.
+        held = np.count_nonzero(batch.page_table[rows], 1) * self._config.kv.page_size
+        self._make(slots, np.full(len(slots), -1), held, depth)
+        self._made[slots] = depth
+
+    def _make(self, slots: np.ndarray, positions: np.ndarray, ends: np.ndarray, depth: int) -> None:
+        """Draft `depth` tokens for each of these slots; see `_rows`."""
+        n = next(size for size in _sizes(self._slots) if size >= len(slots))
+        given = np.zeros((3, n), np.int64)
+        given[0, len(slots) :] = self._slots
+        given[:, : len(slots)] = slots, positions, ends
+        self._rows[:, :n].copy_(self._to_device(given), non_blocking=True)
+        graphs = self._graphs.get(n)
+        if graphs is None:
+            self._begin(n)
+        else:
+            graphs.begin.replay()
+        for _ in range(depth):
+            if graphs is None:
+                self._step(n)
+            else:
+                graphs.step.replay()
+
     def _begin(self, n: int) -> None:
         slots, positions, _ = self._rows[:, :n]
+        positions.copy_(torch.where(positions < 0, self._next[slots], positions))
         self._hidden[:n].copy_(self._before(slots, positions))
         self._tokens[:n].copy_(self._last_token[slots])
         self._turn.zero_()
@@ -154,15 +190,16 @@ class CudaEagle3:
         """Draft one token after each of the first `n` rows."""
         assert self._kv is not None
         layer, table, page_size = self._layer, self._inputs.page_table, self._config.kv.page_size
-        slots, positions, left = self._rows[:, :n]
-        # Rows that need no more drafts compute some: K and V go to the dummy page, and no result is read.
-        at = positions.clamp(max=min(len(self._weights.rotary), table.shape[1] * page_size) - 1)
-        mapping = (table[slots, at // page_size] * page_size + at % page_size) * (left > 0)
+        slots, positions, ends = self._rows[:, :n]
+        # Beyond its end a row computes some token: K and V go to the dummy page, and only what is before is read.
+        at = positions.clamp(0, min(len(self._weights.rotary), table.shape[1] * page_size) - 1)
+        page_rows = slots.clamp(max=self._slots - 1)
+        mapping = (table[page_rows, at // page_size] * page_size + at % page_size) * (positions < ends)
         read, residual = layer.normed(self._tokens[:n], self._hidden[:n])
         layer.write(self._kv, read, at, mapping)
         q = layer.queries(read, at).contiguous()
-        self._items[:n, 1] = slots
-        self._items[:n, 3] = at + 1
+        self._items[:n, 1] = page_rows
+        self._items[:n, 3] = torch.minimum(at + 1, ends)
         mixed = q.new_zeros(n, layer.num_heads * layer.head_dim)
         decode_attention(
             q, self._kv, layer.kv_layer, table, self._items[:n], self._numbers[n], out=mixed, num_sms=self._num_sms,
@@ -172,41 +209,67 @@ class CudaEagle3:
         tokens = self._weights.ids[logits.argmax(-1)]
         self._tokens[:n].copy_(tokens)
         self._hidden[:n].copy_(hidden)
-        self._drafts[:, :n].index_copy_(0, self._turn, tokens[None])
+        self._drafts.index_put_((self._turn, slots), tokens)
         self._turn += 1
-        self._rows[1, :n] += 1
-        self._rows[2, :n] -= 1
+        positions += 1
 
     def _forget(self, batch: Batch) -> None:
         """Drop the states of requests that have left their slots."""
         new = self._epochs[batch.slots] != batch.epochs
         if new.any():
             self._epochs[batch.slots] = batch.epochs
+            self._made[batch.slots[new]] = 0
             self._next.index_fill_(0, self._to_device(batch.slots[new].astype(np.int64)), -1)
 
     # -- after an iteration
 
-    def follow(self, batch: Batch, sampled: SampleBuffers) -> None:
-        """Write K and V of an iteration's tokens, and keep the states at each request's newest one."""
-        assert self._kv is not None
+    def follow(self, batch: Batch, sampled: SampleBuffers, tokens: int) -> None:
+        """Write K and V of an iteration's tokens, and keep the states at each request's newest one. tokens: of the
+        pipeline, padding included."""
         self._forget(batch)
-        t, column, lengths = batch.num_tokens, self._inputs.column, batch.query_len
+        if batch.num_decodes == batch.num_requests:
+            if (graph := self._following.get(tokens)) is not None:
+                graph.replay()
+            else:
+                self._follow_decodes(sampled, min(tokens, len(sampled.tokens)))
+            return
+        t, lengths = batch.num_tokens, batch.query_len
         lasts = np.cumsum(lengths) - 1
         firsts, slots, last = self._to_device(np.stack((lasts + 1 - lengths, batch.slots, lasts)).astype(np.int64))
-        positions, mapping = column["positions"][:t].long(), column["slot_mapping"][:t].long()
+        positions = self._inputs.column["positions"][:t].long()
         states = F.linear(self.tapped[:t], self._weights.fc)
         before = states.roll(1, 0)
         before[firsts] = self._before(slots, positions[firsts])
-        self._layer.write(self._kv, self._layer.normed(sampled.ids[:t].long(), before)[0], positions, mapping)
-        if not batch.drafted:
-            self._keep(slots, states[last], positions[last])
-            return
-        d, s = batch.num_decodes, batch.decode_tokens
-        tokens, bad = sampled.sampled[:, :s]
-        newest = (sampled.reached[:s] > 0) & ((tokens != column["expected"][:s]) | (bad > 0))
-        kept = torch.where(newest, column["slots"][:s].long(), self._slots)
-        self._keep(kept, states[:s], positions[:s])
+        self._write(sampled, before, positions)
+        self._keep_newest(sampled, states[:t], positions, len(batch.sampled_rows))
+        d = batch.num_decodes
         self._keep(slots[d:], states[last[d:]], positions[last[d:]])
+
+    def _follow_decodes(self, sampled: SampleBuffers, tokens: int) -> None:
+        """`follow` of decodes, each of whose tokens is sampled."""
+        column = self._inputs.column
+        positions, slots = column["positions"][:tokens].long(), column["slots"][:tokens].long()
+        states = F.linear(self.tapped[:tokens], self._weights.fc)
+        is_first = column["first"][:tokens] == self._numbers_in_order[:tokens]
+        before = torch.where(is_first[:, None], self._before(slots, positions), states.roll(1, 0))
+        self._write(sampled, before, positions)
+        self._keep_newest(sampled, states, positions, tokens)
+
+    def _write(self, sampled: SampleBuffers, before: Tensor, positions: Tensor) -> None:
+        assert self._kv is not None
+        t = len(positions)
+        read, _ = self._layer.normed(sampled.ids[:t].long(), before)
+        self._layer.write(self._kv, read, positions, self._inputs.column["slot_mapping"][:t].long())
+
+    def _keep_newest(self, sampled: SampleBuffers, states: Tensor, positions: Tensor, samples: int) -> None:
+        """Keep the states of the tokens after which each request's newest token was sampled."""
+        column = self._inputs.column
+        tokens, bad = sampled.sampled[:, :samples]
+        live = self._numbers_in_order[:samples] < self._inputs.count["sampled"]
+        newest = live & (sampled.reached[:samples] > 0) & ((tokens != column["expected"][:samples]) | (bad > 0))
+        at = column["logit_tokens"][:samples].long()
+        kept = torch.where(newest, column["slots"][:samples].long(), self._slots)
+        self._keep(kept, states[at], positions[at])
 
     def _keep(self, slots: Tensor, states: Tensor, positions: Tensor) -> None:
         self._state.index_copy_(0, slots, states)

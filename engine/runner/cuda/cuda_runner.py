@@ -210,7 +210,8 @@ class CudaRunner:
             self.kv = self._allocate(self._measure_pages(), memory)
             if self._drafter is not None:
                 self._drafter.attach(self.kv, self._executor.last_token)
-                self._drafter.capture(self.stream)
+                sizes = [pipeline.tokens for pipeline in self._pipelines.decoding]
+                self._drafter.capture(self.stream, self._executor, sizes)
             self._graphs: dict[int, _Graphs] = {}
             for done, pipeline in enumerate(now):
                 report("capturing graphs", done, len(now))
@@ -477,10 +478,14 @@ class CudaRunner:
             self._sampling.count(tokens, s, self._executor.reached if batch.drafted else None)
             in_flight.sampled.copy_(self._executor.sampled, non_blocking=True)
             in_flight.scores = self._sampling.scores(tokens, s, raw)
-            if self._drafter is not None:
-                self._drafter.follow(batch, self._executor)
             in_flight.end.record()
-        self._last_end = in_flight.end
+            if self._drafter is not None:
+                self._drafter.follow(batch, self._executor, pipeline.tokens)
+                self._drafter.draft_ahead(batch)
+                self._last_end = torch.cuda.Event(enable_timing=True)
+                self._last_end.record()
+            else:
+                self._last_end = in_flight.end
         return in_flight
 
     def logits_of(self, batch: Batch) -> Tensor:

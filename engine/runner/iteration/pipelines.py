@@ -65,6 +65,11 @@ class Pipelines:
         return [*reversed(self._serial), *self._decoding]
 
     @property
+    def decoding(self) -> list[Pipeline]:
+        """Serial pipelines of iterations of decodes only."""
+        return list(self._decoding)
+
+    @property
     def planned(self) -> list[Pipeline]:
         """Pipelines in the order of the plan file."""
         return list(self._planned.values())
