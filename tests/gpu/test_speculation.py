@@ -18,7 +18,8 @@ from interpreted import interpreted_gpu
 from test_draft_equality import ask_all, compare, drafting, make
 
 from weft.engine.model.directory import read_spec
-from weft.engine.runner.iteration.batch import Verified
+from weft.engine.runner.cuda import cuda_eagle3, cuda_runner
+from weft.engine.runner.iteration.batch import Batch, StepResult, Verified
 from weft.kernels.sampling.verified import remember_verified
 
 HERE = torch.cuda.is_available()
@@ -209,3 +210,28 @@ def test_options_of_the_engine_with_a_head(options: dict[str, Any], tiny_model: 
     path = tiny_model("qwen3")
     drafted, _ = _check_model_drafts(path, _head(path), 48, **options)
     assert drafted > 200
+
+
+@pytest.mark.skipif(not HERE, reason="needs a CUDA device")
+def test_drafts_made_ahead_are_those_made_at_once(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model("qwen3")
+    head = _head(path)
+    wait, seen = cuda_runner.CudaInFlight.wait, list[list[int]]()
+
+    def noted(in_flight: cuda_runner.CudaInFlight) -> StepResult:
+        result = wait(in_flight)
+        seen.append(result.batch.token_ids.tolist())
+        return result
+
+    monkeypatch.setattr(cuda_runner.CudaInFlight, "wait", noted)
+    _check_model_drafts(path, head, 20, page_size=64)
+    ahead, seen[:] = list(seen), []
+
+    def not_ahead(drafter: cuda_eagle3.CudaEagle3, batch: Batch) -> None:
+        drafter._made[batch.slots] = 0
+
+    monkeypatch.setattr(cuda_eagle3.CudaEagle3, "draft_ahead", not_ahead)
+    _check_model_drafts(path, head, 20, page_size=64)
+    assert seen == ahead
