@@ -147,8 +147,9 @@ class Engine:
             if resolved.device.type == "cuda":
                 resolved = self.resolved = replace(resolved, drafting=None)
         slots = SlotTable(
-            resolved.max_num_seqs, resolved.max_model_len, config.page_size, self.spec.kv_window, resolved.states.pages
-        )
+            resolved.max_num_seqs, resolved.max_model_len, config.page_size, self.spec.kv_window, resolved.states.pages,
+            replays=config.batch_invariant and not resolved.states.pages,
+        )  # fmt: skip
         images = None
         if self._vision is not None and self._image_rows is not None:
             shelf = PixelShelf(config.share.pixels) if config.share.pixels else None

@@ -55,6 +55,9 @@ def build_batch(
     token_rows = np.repeat(np.arange(len(rows), dtype=np.int32), query_len)
     if drafts is None:
         positions[:num_decodes] = start[:num_decodes]
+        if s.replays:
+            known = start[:num_decodes] < s.known.take(decodes)
+            token_ids[:num_decodes][known] = s.token_ids[decodes[known], start[:num_decodes][known]]
     else:
         _place_drafts(s, decodes, drafts, token_rows[:decode_tokens], token_ids, positions)
     at = decode_tokens
@@ -76,9 +79,12 @@ def build_batch(
     s.scheduled[rows] = end
     s.in_flight[rows] += query_len
     s.last_step[rows] = step
-    # A chunk that completes the prefill samples the next token, unless the request has no output.
+    # A chunk that completes the prefill samples the next token, unless the request has no output. Nothing is sampled
+    # whose token is known.
     target = s.target.take(rows)
     samples = (np.arange(len(rows)) < num_decodes) | ((end == target) & (target < s.max_total_tokens.take(rows)))
+    if s.replays:
+        samples &= end >= s.known.take(rows)
     sampled_rows = np.flatnonzero(samples).astype(np.int32)
     logit_tokens = np.cumsum(query_len) - 1
     if drafts is not None:
@@ -110,7 +116,7 @@ def _place_drafts(
     positions[: len(rows)] = s.scheduled[decodes][rows] + offset
     is_draft = offset > 0
     token_ids[: len(rows)][is_draft] = drafts.tokens
-    known = s.in_flight[decodes] == 0
+    known = s.scheduled[decodes] < s.known[decodes]
     token_ids[first[known]] = s.token_ids[decodes[known], s.scheduled[decodes[known]]]
 
 

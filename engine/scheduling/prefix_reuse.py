@@ -120,7 +120,8 @@ class Prefixes:
             return Found([], pages, 0, [], 0)
         index, page_size, ref = self._pool.index, self._pool.page_size, self._pool.ref
         # At least one token must be computed, because the request needs its logits.
-        reusable = (len(request.token_ids) - 1) // page_size
+        most = request.prompt_len if self._slots.replays else len(request.token_ids)
+        reusable = (most - 1) // page_size
         if not request.keys:
             prompt = request.token_ids[: reusable * page_size]
             request.keys = index.keys(prompt, page_size, request.salt, request.image_parts)
@@ -225,11 +226,17 @@ class Prefixes:
         s.phase[slot] = Phase.PREFILL
 
     def publish(self, slots: I32) -> None:
-        """Add pages that became full and confirmed to the prefix index."""
+        """Add pages that became full and confirmed to the prefix index. Without the answers', if a prompt with the same
+        tokens would have other bits there."""
         s, pool, page_size = self._slots, self._pool, self._pool.page_size
-        for slot in slots[s.confirmed.take(slots) // page_size > s.published.take(slots)].tolist():
+        computed = s.confirmed.take(slots)
+        if s.replays:
+            computed = np.minimum(computed, s.prompt_len.take(slots))
+        full = computed // page_size
+        due = full > s.published.take(slots)
+        for slot, pages in zip(slots[due].tolist(), full[due].tolist(), strict=True):
             request = s.of(slot)
-            for i in range(int(s.published[slot]), int(s.confirmed[slot]) // page_size):
+            for i in range(int(s.published[slot]), pages):
                 s.published[slot] = i + 1
                 if not request.publishable:
                     self._publish_state(request, i + 1, None)

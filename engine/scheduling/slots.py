@@ -7,7 +7,8 @@ when they start, finish or are preempted (docs/design.md, "The life of an iterat
 
 `scheduled` counts positions whose step is launched or done, `in_flight` those launched and not committed, `confirmed`
 those committed. Rejected drafts are subtracted from `scheduled` when they are committed. `known` counts token ids on
-the host: after a committed sample it is confirmed + 1.
+the host: after a committed sample it is confirmed + 1. It is more than that while decodes compute an answer again
+(`SlotTable.replays`); they do not sample.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ class Phase(IntEnum):
 class SlotTable:
     """`num_slots` rows, allocated once; only the width of `stop_ids` grows later. `window` is the maximum of positions
     that a query sees, including its own, if every layer has a window. `state_pages` are the pages of a request's
-    recurrent states."""
+    recurrent states. `replays`: an answer is never read as a prompt, whose sums have another order: decodes
+    compute it again after a preemption, and no other request uses its pages."""
 
     def __init__(
-        self, num_slots: int, max_model_len: int, page_size: int, window: int | None = None, state_pages: int = 0
-    ) -> None:
+        self, num_slots: int, max_model_len: int, page_size: int, window: int | None = None, state_pages: int = 0,
+        *, replays: bool = False,
+    ) -> None:  # fmt: skip
         n = self.num_slots = num_slots
-        self.page_size, self.window = page_size, window
+        self.page_size, self.window, self.replays = page_size, window, replays
         self.states = StateTable(n, state_pages) if state_pages else None
         self.limit = num_slots
         """Slot limit: rows that may be in use at once. Lowering it takes no rows away; freed rows stay free."""
@@ -144,7 +147,8 @@ class SlotTable:
         self.precedence[slot], self.tenant[slot] = request.precedence, request.tenant
         self.priority[slot], self.order[slot] = request.priority, request.order
         self.prompt_len[slot] = request.prompt_len
-        self.target[slot] = self.known[slot] = known
+        self.known[slot] = known
+        self.target[slot] = request.prompt_len if self.replays else known
         self.max_total_tokens[slot] = request.max_total_tokens
         self.scheduled[slot] = self.confirmed[slot] = cached_tokens
         self.in_flight[slot] = self.drafts[slot] = 0

@@ -46,6 +46,8 @@ class Verification:
         s = self._slots
         if self._max_sampled is not None:
             budget = min(budget, self._max_sampled - len(decodes) - chunks)
+        if s.replays and (s.scheduled.take(decodes) + 1 < s.known.take(decodes)).any():
+            return None  # every decode of a batch with drafts samples
         room = self._room(decodes, budget)
         if not room.any():
             return None

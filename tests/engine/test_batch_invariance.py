@@ -84,6 +84,59 @@ def test_chunks_and_a_cached_prefix_change_nothing(dtype: str) -> None:
     assert cached.cached[handles[2]] == 192
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.nightly),
+        {"prefix_caching": True},
+        pytest.param({"speculation": "suffix"}, marks=pytest.mark.nightly),
+        pytest.param({"prefix_caching": True, "host_kv_gib": 0.01}, marks=pytest.mark.nightly),
+    ],
+    ids=["recomputed", "cached", "drafts", "host"],
+)
+def test_a_preempted_request_answers_as_alone(options: dict[str, Any]) -> None:
+    """Some answers are random, penalized or without some words."""
+    prompts, many = prompts_of(4, 40), {"max_tokens": 18, "ignore_eos": True, "logprobs": 2}
+    hows: list[dict[str, Any]] = [
+        GREEDY, {"temperature": 0.8, "seed": 3}, {"temperature": 0.9, "seed": 4, "presence_penalty": 1.0},
+        {"temperature": 1.0, "seed": 5, "bad_words": ("a", "12")},
+    ]  # fmt: skip
+
+    def add(harness: Harness, i: int) -> int:
+        return harness.add(prompts[i], **many, **hows[i % len(hows)])
+
+    alone = engine("demo", "bfloat16", **options)
+    together = engine("demo", "bfloat16", **{"num_pages": 40, "page_size": 16, **options})
+    one_by_one = []
+    for i in range(len(prompts)):
+        one_by_one.append(add(alone, i))
+        alone.run()
+    handles = [add(together, i) for i in range(len(prompts))]
+    scheduler = together.engine.scheduler
+
+    def preempt(step: int) -> None:
+        if step in (8, 17):
+            for slot in scheduler.slots.decoding()[-2:].tolist():
+                scheduler._preempt(slot)
+
+    together.run(preempt)
+    assert scheduler.preemptions > 3
+    assert [output(together, h) for h in handles] == [output(alone, h) for h in one_by_one]
+
+
+def test_an_answer_in_the_next_turns_prompt_is_read_as_a_prompt() -> None:
+    first, more = prompts_of(1, 100)[0], list(range(50, 60))
+    cold, warm = (engine("demo", "float32", prefix_caching=True, page_size=8) for _ in range(2))
+    handle = warm.add(first, max_tokens=40, ignore_eos=True, **GREEDY)
+    warm.run()
+    turn = [*first, *warm.tokens[handle], *more]
+    handles = [ask(harness, np.array(turn, np.int32), 1) for harness in (cold, warm)]
+    for harness in (cold, warm):
+        harness.run()
+    assert output(warm, handles[1]) == output(cold, handles[0])
+    assert warm.cached[handles[1]] == len(first) // 8 * 8
+
+
 def test_position_dependent_blocks_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     probe, requested = CpuExecutor._probe, []
 

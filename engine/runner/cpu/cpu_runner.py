@@ -174,13 +174,9 @@ class CpuRunner:
         idle_seconds = begin - self._last_end if self._last_end else 0.0
         token_ids = torch.from_numpy(batch.token_ids.astype(np.int64))
         # Decodes read the token of an earlier iteration, unless the host knows it.
-        d = batch.num_decodes
-        if batch.drafted:
-            unknown = np.flatnonzero(batch.token_ids == -1)
-            slots = np.repeat(batch.slots, batch.query_len)[unknown]
-            token_ids[torch.from_numpy(unknown)] = self._last_token[torch.from_numpy(slots.astype(np.int64))]
-        else:
-            token_ids[:d] = self._last_token[torch.from_numpy(batch.slots[:d].astype(np.int64))]
+        unknown = np.flatnonzero(batch.token_ids[: batch.decode_tokens] == -1)
+        slots = (np.repeat(batch.slots, batch.query_len) if batch.drafted else batch.slots)[unknown]
+        token_ids[torch.from_numpy(unknown)] = self._last_token[torch.from_numpy(slots.astype(np.int64))]
         if self._drafter is not None and (batch.token_ids == UNDRAFTED).any():
             self._drafter.draft(batch, token_ids)
             batch = batch._replace(token_ids=token_ids.numpy().astype(np.int32))
