@@ -6,15 +6,35 @@ head norms, norms after a GEMM, activations other than SiLU.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from weft.kernels.common.gpu import gpu
 from weft.kernels.matmul import mid_rule, mid_table, projections
 from weft.kernels.matmul.gemm_config import GemmConfig
-from weft.kernels.matmul.gemm_launch import Workspace, check_operands
+from weft.kernels.matmul.gemm_launch import Workspace, check_operands, choose
 from weft.kernels.matmul.mid_config import MidConfig
+
+
+class Unsplit(NamedTuple):
+    """Tiles of a GEMM whose sums over K are in the order of K, for each kernel."""
+
+    mid: MidConfig | None  # None: no tiles of `mid_hopper` are known to be faster.
+    gemm: GemmConfig
+
+
+Config = GemmConfig | MidConfig | Unsplit
+
+
+def unsplit(tokens: int, features: int, depth: int, num_sms: int) -> Unsplit:
+    """Return the measured tiles, or those by rule, of a GEMM that must not be split."""
+    here, mid = gpu(), None
+    if here is not None and (here.capability, here.sms) == mid_table.MACHINE and num_sms == here.sms:
+        mid = mid_table.lookup(tokens, features, depth)
+        if mid is None or mid.split > 1:
+            mid = mid_rule.by_rule(tokens, features, depth, num_sms)
+    return Unsplit(mid, choose(tokens, features, depth, num_sms)._replace(split=1))
 
 
 def _fits(config: MidConfig, tokens: int, weight: Tensor, space: Workspace | None) -> bool:
@@ -31,8 +51,7 @@ def _fits(config: MidConfig, tokens: int, weight: Tensor, space: Workspace | Non
 
 
 def chosen(
-    config: GemmConfig | MidConfig | None, tokens: int, weight: Tensor, num_sms: int, space: Workspace | None,
-    *, plain: bool,
+    config: Config | None, tokens: int, weight: Tensor, num_sms: int, space: Workspace | None, *, plain: bool,
 ) -> MidConfig | None:  # fmt: skip
     """Return how `mid_hopper` divides a GEMM, or None if it does not compute it. plain: it has the epilogue.
 
@@ -42,13 +61,17 @@ def chosen(
     here = gpu(weight.device) if weight.device.type == "cuda" else gpu()
     if here is None or here.capability[0] != 9:
         return None
+    if isinstance(config, Unsplit):
+        return config.mid
     if config is None and (here.capability, here.sms) == mid_table.MACHINE and num_sms == here.sms:
         features, depth = weight.shape
         config = mid_table.lookup(tokens, features, depth) or mid_rule.by_rule(tokens, features, depth, num_sms)
     return config if config is not None and _fits(config, tokens, weight, space) else None
 
 
-def _other(config: GemmConfig | MidConfig | None) -> GemmConfig | None:
+def _other(config: Config | None) -> GemmConfig | None:
+    if isinstance(config, Unsplit):
+        return config.gemm
     return config if isinstance(config, GemmConfig) else None
 
 
@@ -66,7 +89,7 @@ def qkv_project(
     x: Tensor, sumsq: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, rotary: Tensor,
     positions: Tensor, slot_mapping: Tensor, kv: Tensor, layer: int, num_heads: int, q_norm: Tensor | None = None,
     k_norm: Tensor | None = None, *, out: Tensor, raw: Tensor | None = None, num_sms: int,
-    space: Workspace | None = None, num_tokens: Tensor | None = None, config: GemmConfig | MidConfig | None = None,
+    space: Workspace | None = None, num_tokens: Tensor | None = None, config: Config | None = None,
 ) -> Tensor:  # fmt: skip
     """Like `projections.qkv_project`."""
     head_dim = kv.shape[5]
@@ -91,7 +114,7 @@ def qkv_project(
 def residual_project(
     a: Tensor, weight: Tensor, x: Tensor, *, out: Tensor, sumsq: Tensor, post_norm: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 0.0, centred: bool = False, raw: Tensor | None = None, num_sms: int,
-    space: Workspace | None = None, num_tokens: Tensor | None = None, config: GemmConfig | MidConfig | None = None,
+    space: Workspace | None = None, num_tokens: Tensor | None = None, config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Like `projections.residual_project`."""
     plain = post_norm is None and bias is None and not centred and x.dtype == out.dtype == a.dtype and x.is_contiguous()
@@ -111,7 +134,7 @@ def residual_project(
 def gate_up_project(
     x: Tensor, sumsq: Tensor | None, weight: Tensor, eps: float, *, activation: str = "silu",
     bias: Tensor | None = None, out: Tensor, num_sms: int, space: Workspace | None = None,
-    num_tokens: Tensor | None = None, config: GemmConfig | MidConfig | None = None,
+    num_tokens: Tensor | None = None, config: Config | None = None,
 ) -> Tensor:  # fmt: skip
     """Like `projections.gate_up_project`."""
     plain = activation == "silu" and bias is None and sumsq is not None and out.dtype == x.dtype
@@ -128,7 +151,7 @@ def gate_up_project(
 def linear_project(
     x: Tensor, sumsq: Tensor | None, weight: Tensor, eps: float, *, activation: str = "", bias: Tensor | None = None,
     out: Tensor, num_sms: int, space: Workspace | None = None, num_tokens: Tensor | None = None,
-    config: GemmConfig | MidConfig | None = None,
+    config: Config | None = None,
 ) -> Tensor:  # fmt: skip
     """Like `projections.linear_project`."""
     plain = not activation and bias is None and sumsq is None and out.dtype == x.dtype and out.is_contiguous()

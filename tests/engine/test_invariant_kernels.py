@@ -34,7 +34,7 @@ config = EngineConfig(
 for number, kernel in enumerate(kernel_set(config, KNOWN["h200"])):
     names = [param.name for param in kernel.function.params]
     kind = {names[place[0]]: value for place, value in kernel.arguments[3].items()}.get("KIND")
-    if kernel.name == "product_kernel" and kind != "residual":
+    if kernel.name in ("product_kernel", "mid_kernel") and kind != "residual":
         code = kernel.function._do_compile(*kernel.arguments).asm["llir"]
         products = set(re.findall(r"(%\\S+) = fmul ", code))
         sums = re.findall(r" = f(?:add|sub) (?:\\w+ )*float ([^\\s,]+), ([^\\s,]+)", code)
@@ -90,6 +90,9 @@ def test_no_sum_of_a_models_kernels_follows_the_token_count(
             normed_heads = of["HAS_NORM"] if "HAS_NORM" in of else of["KIND"] == "qkv" and "q_norm" not in of
             assert not normed_heads, "norms of heads are not added up in the epilogue of a product"
             tiles[of["KIND"]].add(of.get("BM"))
+        elif kernel.name == "mid_kernel":
+            assert of["SPLIT"] == 1
+            tiles[of["KIND"]].add((of["W0"], of["W1"], of["W2"], of["ROWS"]))
         elif kernel.name not in (*PRODUCTS, *SUMS, *MOVED):
             # layers with windows of their own have kernels of their own
             window = of.pop("WINDOW", None), of.pop("WINDOWED", None)

@@ -12,7 +12,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 from weft.engine.runner.iteration.pipelines import token_buckets
 from weft.kernels.matmul import gemm, mid_projections
-from weft.kernels.matmul.gemm_launch import choose, workspace
+from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
+from weft.kernels.matmul.gemm_launch import workspace
+from weft.kernels.matmul.mid_projections import Config, unsplit
 from weft.kernels.matmul.projections import sumsq_buffer
 from weft.kernels.matmul.rows import row_sumsq
 
@@ -89,16 +91,21 @@ def test_a_rows_bits_do_not_follow_the_token_count(kind: str, device: str, num_s
     weight, product = PRODUCTS[kind]()
     space = workspace(device, elements=1 << 24)
 
-    def run(first: int, tokens: int, bucket: int) -> Tensor:
+    def run(first: int, tokens: int, bucket: int, config: Config) -> Tensor:
         """Rows `first ..` in a launch for `bucket` rows, the last of which are not live."""
         rows = (torch.arange(bucket, device="cuda") + first) % ROWS
-        config = choose(bucket, *weight.shape, num_sms)._replace(split=1)
         live = torch.tensor([tokens], dtype=torch.int32, device="cuda")
         return product(rows, {"num_sms": num_sms, "space": space, "num_tokens": live, "config": config})[:tokens]
 
-    whole = run(0, ROWS, ROWS)
+    whole = run(0, ROWS, ROWS, SPECIAL if kind != "logits" else GemmConfig(128, 256, 64, 3, 8))
     assert whole.float().std() > 0.01
     for bucket in token_buckets(ROWS):
+        either = unsplit(bucket, *weight.shape, num_sms)
+        found: list[Config] = [either.gemm]
+        if either.mid is not None and kind != "logits":
+            found.append(either)
         for first, tokens in ((0, bucket), (100, max(1, bucket - 3)), (ROWS - 1, 1)):
             if first + tokens <= ROWS:
-                assert torch.equal(run(first, tokens, bucket), whole[first : first + tokens]), (bucket, first, tokens)
+                for config in found:
+                    got = run(first, tokens, bucket, config)
+                    assert torch.equal(got, whole[first : first + tokens]), (bucket, first, tokens, config)

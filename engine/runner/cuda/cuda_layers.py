@@ -42,7 +42,14 @@ from weft.kernels.matmul.fp8_projections import rows_buffer
 from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.matmul.gemm_launch import choose, workspace
 from weft.kernels.matmul.heads import place_heads
-from weft.kernels.matmul.mid_projections import gate_up_project, linear_project, qkv_project, residual_project
+from weft.kernels.matmul.mid_projections import (
+    Config,
+    gate_up_project,
+    linear_project,
+    qkv_project,
+    residual_project,
+    unsplit,
+)
 from weft.kernels.matmul.projections import fuses_heads, sumsq_buffer
 from weft.kernels.matmul.rows import row_sumsq
 
@@ -344,8 +351,18 @@ class CudaLayers:
             "num_sms": it.nano.sms,
             "space": self.gemm_space,
             "num_tokens": self.live(it),
-            "config": self.config(it.nano.config, it.nano.end - it.nano.begin, it.projection.weight),
+            "config": self._tiles(it),
         }
+
+    def _tiles(self, it: OperationLaunch) -> Config | None:
+        """Return the tiles of an operation's GEMM: the plan's or None (the kernel's choice); unsplit if invariant."""
+        given, tokens, weight = it.nano.config, it.nano.end - it.nano.begin, it.projection.weight
+        if not self.invariant or self.rank_sums is not None or self._fp8 is not None:
+            return self.config(given, tokens, weight)
+        if given is not None:
+            return given._replace(split=1)
+        features, depth = weight.shape
+        return unsplit(tokens, features, depth, it.nano.sms)
 
     def config(self, given: GemmConfig | None, tokens: int, weight: Tensor) -> GemmConfig | None:
         """Return a GEMM's configuration: the plan's or None (the kernel's choice); without split-K if invariant."""
