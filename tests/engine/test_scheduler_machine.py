@@ -10,9 +10,10 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
+import pytest
 from colliding import CollidingIndex
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from list_device import ListDevice, next_token
 from machines import machine_settings
 
@@ -45,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     state_pages: ClassVar[int] = 0
     state_policy: ClassVar[StatePolicy] = StatePolicy()
     chunk_step: ClassVar[int] = 1
+    replays: ClassVar[bool] = False
 
     def make_index(self) -> PrefixIndex:
         return PrefixIndex("m")
@@ -56,7 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.device = ListDevice(self.num_pages, PAGE_SIZE, NUM_SLOTS, self.window)
         pool = PagePool(self.num_pages, PAGE_SIZE, self.make_index())
-        slots = SlotTable(NUM_SLOTS, MAX_LEN, PAGE_SIZE, self.window, self.state_pages)
+        slots = SlotTable(NUM_SLOTS, MAX_LEN, PAGE_SIZE, self.window, self.state_pages, replays=self.replays)
         self.scheduler = Scheduler(
             slots, pool, max_num_batched_tokens=6, prefix_caching=True, tiers=self.make_tiers(pool),
             fairness=Fairness(patience=2), chunk_step=self.chunk_step, state_policy=self.state_policy,
@@ -295,6 +297,34 @@ class WindowMachine(SchedulerMachine):
         type(self).given_back += int(s.given_back[running].sum())
 
 
+class ReplayMachine(SchedulerMachine):
+    """Decodes compute the answers of preempted requests again, and nobody uses the pages of an answer."""
+
+    replays: ClassVar[bool] = True
+    replayed: ClassVar[int] = 0
+
+    @invariant()
+    def no_chunk_contains_an_answer(self) -> None:
+        s = self.scheduler.slots
+        for batch in self.launched:
+            live = s.epoch[batch.slots] == batch.epochs
+            chunks = np.arange(len(batch.slots)) >= batch.num_decodes
+            prompts = s.prompt_len[batch.slots]
+            assert (batch.kv_len <= prompts)[live & chunks].all()
+        running = s.running()
+        assert (s.published[running] * PAGE_SIZE <= s.prompt_len[running]).all()
+
+    def _schedule_prefills(self, budget: int, _cut: None) -> list[Chunk]:
+        s = self.scheduler.slots
+        decodes = s.decoding()
+        type(self).replayed += int((s.scheduled[decodes] + 1 < s.known[decodes]).sum())
+        return super()._schedule_prefills(budget, _cut)
+
+
+class WindowReplayMachine(ReplayMachine):
+    window: ClassVar[int | None] = 3
+
+
 MACHINE_SETTINGS = machine_settings(120, 60, daily=40)
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = MACHINE_SETTINGS
@@ -314,3 +344,9 @@ class TestWindowMachine(WindowMachine.TestCase):  # type: ignore[misc]
     def runTest(self) -> None:
         super().runTest()
         assert WindowMachine.given_back > 30
+
+
+@pytest.mark.parametrize("machine", [ReplayMachine, pytest.param(WindowReplayMachine, marks=pytest.mark.nightly)])
+def test_replays(machine: type[ReplayMachine]) -> None:
+    run_state_machine_as_test(machine, settings=MACHINE_SETTINGS)
+    assert machine.replayed > 30
