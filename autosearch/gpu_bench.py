@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from weft.autosearch.bench_protocol import Load, Timing
 from weft.autosearch.synthetic_batch import batch_of
@@ -33,7 +32,6 @@ from weft.engine.runner.device.collectives import Collectives, Graph, SingleRank
 from weft.engine.runner.iteration.attention_lists import AttentionGrid
 from weft.engine.runner.iteration.batch import Batch
 from weft.engine.runner.iteration.input_layout import Layout
-from weft.engine.runner.iteration.nano import Assignment
 from weft.kernels.attention.backend import AttentionShape
 from weft.kernels.attention.triton_backend import PER_SM, TritonAttention
 from weft.kernels.tuning.measure import Meter, sustained
@@ -48,10 +46,8 @@ class GpuBench:
     def __init__(
         self, spec: ModelSpec, *, layers: int = LAYERS, max_tokens: int = 2048, max_context: int = 8192,
         page_size: int = 64, seconds: float = 0.5, dtype: torch.dtype = torch.bfloat16, host: Collectives | None = None,
-        most_pages: int | None = None, check: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        """host: collectives of this rank, if all ranks measure together on benches like this. most_pages: see
-        `batch_of`. check: called before each replay, if no more than one may be queued; it may raise."""
+        """host: collectives of this rank, if all ranks measure together on benches like this."""
         device = torch.device("cuda", torch.cuda.current_device())
         layers = min(layers, spec.num_layers)
         self.spec = replace(spec, num_layers=layers, vocab_size=256)
@@ -73,7 +69,6 @@ class GpuBench:
             self._start = torch.randn(max_tokens, spec.hidden_size, device=device, dtype=dtype)
         self._kv = torch.zeros(0, device=device, dtype=dtype)
         self._batches: dict[Load, Batch] = {}
-        self._most_pages, self._check = most_pages, check
         self._meter = Meter(self._host.ranks if self._host.rank == 0 else 1)
 
     def close(self) -> None:
@@ -120,9 +115,6 @@ class GpuBench:
         counts = [0.0, 0.0]
         while max(c * t for c, t in zip(counts, alone, strict=True)) < self.seconds * 1e3:
             i = min((0, 1), key=lambda i: counts[i] * alone[i])
-            if self._check is not None:
-                self._await_but_one(ends)
-                self._check()
             with torch.cuda.stream(streams[i]):
                 graphs[i].replay()
                 event = torch.cuda.Event(enable_timing=True)
@@ -140,26 +132,6 @@ class GpuBench:
             done = np.interp([first, last], [0.0, *t], np.arange(len(t) + 1))
             result.append(Timing(float((last - first) / (done[1] - done[0])) / self._layers, watts, mhz))
         return result[0], result[1]
-
-    def outputs(self, period: Period, load: Load) -> Tensor:
-        """Run the pipeline once and return the residual stream after the last layer, `[tokens, H]` in the batch's
-        order. All pipelines get the same inputs for a load."""
-        pipeline = Pipeline(period, self.spec)
-        assigned = self._send(pipeline, load)
-        places = np.arange(load.tokens) if assigned.places is None else assigned.places
-        with torch.inference_mode():
-            at = torch.from_numpy(places).to(self._start.device)
-            self._executor.x[at] = self._start[: load.tokens]
-            self._executor.layers(pipeline, self._kv)
-            torch.cuda.synchronize()
-            return self._executor.x[at].float().cpu()
-
-    @staticmethod
-    def _await_but_one(ends: list[list[torch.cuda.Event]]) -> None:
-        """Wait until at most one replay of each lane is queued after the one that runs."""
-        for events in ends:
-            if len(events) > 1:
-                events[-2].synchronize()
 
     def _launch(self, pipeline: Pipeline, only: tuple[NanoOperation, ...] | None) -> Callable[[], object]:
         def launch() -> None:
@@ -192,7 +164,7 @@ class GpuBench:
             s = self._sustain_together(self._graph(launch))
         else:
             with torch.inference_mode():
-                s = sustained([launch], self._meter, self.seconds, self._check)
+                s = sustained([launch], self._meter, self.seconds)
         return Timing(s.ms / layers, s.watts, s.mhz)
 
     def _sustain_together(self, graph: torch.cuda.CUDAGraph) -> Timing:
@@ -209,9 +181,9 @@ class GpuBench:
         """Return the values of rank 0."""
         return list(self._host.all_gather(torch.tensor(values, dtype=torch.float64))[0].tolist())
 
-    def _send(self, pipeline: Pipeline, load: Load) -> Assignment:
+    def _send(self, pipeline: Pipeline, load: Load) -> None:
         if load not in self._batches:
-            self._batches[load] = batch_of(load, self.page_size, self._most_pages)
+            self._batches[load] = batch_of(load, self.page_size)
         batch = self._batches[load]
         spec = self.spec
         pages = int(batch.page_table.max()) + 1
@@ -231,12 +203,11 @@ class GpuBench:
                     chunk.normal_()
             torch.cuda.synchronize()
             self._executor.fill(self._start)
-            assigned = self._inputs.send(batch, pipeline, AttentionGrid(spec.num_kv_heads, spec.heads_per_kv, PER_SM))
+            self._inputs.send(batch, pipeline, AttentionGrid(spec.num_kv_heads, spec.heads_per_kv, PER_SM))
             # in an engine the graph applies the updates
             table = torch.from_numpy(batch.page_table)
             self._inputs.page_table[: table.shape[0], : table.shape[1]].copy_(table)
             torch.cuda.synchronize()
-        return assigned
 
     def _around(self, load: Load, *ops: NanoOperation) -> Pipeline:
         """Build a pipeline of `ops` plus attention for the other tokens, so that every token is assigned."""

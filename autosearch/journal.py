@@ -43,14 +43,14 @@ class Journal:
     The n-th measurement of a pipeline is the n-th one of the earlier search, so a search that measures in the same
     order quickly reaches the point of interruption. A new search deletes old files. Truncated lines are ignored."""
 
-    def __init__(self, bench: Bench, file: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, bench: Bench, file: Path) -> None:
         """Raises `ConfigError` if the file's folder cannot be created."""
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot create {file.parent} ({error.strerror or error}): set XDG_CACHE_HOME") from None
         _delete_old(file.parent)
-        self._bench, self._file, self._clock = bench, file, clock
+        self._bench, self._file = bench, file
         self.num_sms, self.memory = bench.num_sms, bench.memory
         self._times: Counter[str] = Counter()
         self._known = {entry.key: entry for entry in _read(file)}
@@ -88,12 +88,12 @@ class Journal:
         if (entry := self._known.get(key)) is not None:
             self.reused += 1
         else:
-            entry, begun = Entry(key), self._clock()
+            entry, begun = Entry(key), time.monotonic()
             try:
                 entry.timings = measure()
             except ConfigError as error:
                 entry.refused = str(error)
-            entry.took = self._clock() - begun
+            entry.took = time.monotonic() - begun
             with contextlib.suppress(OSError), self._file.open("ab") as file:  # a full disk must not end the search
                 file.write(
                     b"\n" + msgspec.json.encode(entry)

@@ -1,4 +1,4 @@
-"""`weft plan show [FILE]`: prints a plan and draws its pipelines, or lists the plans that engines have found."""
+"""`weft plan show FILE`: prints a plan and draws its pipelines."""
 
 from __future__ import annotations
 
@@ -11,22 +11,19 @@ from pathlib import Path
 from weft import output_file, unwritable
 from weft.autosearch import gantt
 from weft.autosearch.options import OneLineParser
-from weft.engine.config import PRESETS, cache_home
+from weft.engine.config import PRESETS
 from weft.engine.errors import ConfigError, ModelError, WeftError
 from weft.engine.model.directory import read_spec
 from weft.engine.model.hub import find_model
 from weft.engine.model.spec import ModelSpec
-from weft.engine.plans.found import FOLDER, trials_of
 from weft.engine.plans.plan import Plan, load_plan, model_key
 from weft.engine.progress import for_stdout
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a plan file and draw its pipelines. Without a file, list the plans that engines have found."""
+    """Print a plan file and draw its pipelines."""
     parser = OneLineParser(prog="weft plan show", description=main.__doc__)
-    parser.add_argument(
-        "file", metavar="FILE", type=Path, nargs="?", help="plan file [list the plans that --search has found here]"
-    )
+    parser.add_argument("file", metavar="FILE", type=Path, help="plan file written by `weft search`")
     parser.add_argument(
         "--svg", metavar="FILE", type=output_file, help="also draw the pipelines to this file, FILE-2.svg …"
     )
@@ -36,11 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     arguments = parser.parse_args(argv)
     try:
-        if arguments.file is None:
-            if arguments.svg is not None or arguments.model is not None:
-                raise ConfigError("--svg and --model need a plan: give its FILE")
-            _list_found()
-            return 0
         plan = load_plan(arguments.file)
         checked = _check(plan, arguments.file, arguments.model)
         console = for_stdout()
@@ -64,32 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _list_found() -> None:
-    """Print every found plan with the results of its trials."""
-    console, folder = for_stdout(), cache_home() / FOLDER
-    files = sorted(folder.glob("*.json"))
-    if not files:
-        console.print(f"no plans in {folder}: weft serve --search finds them", highlight=False, soft_wrap=True)
-    for file in files:
-        try:
-            plan = load_plan(file)
-        except ConfigError as error:
-            console.print(f"not used: {error}", highlight=False, soft_wrap=True)
-            continue
-        t, verdicts = plan.target, trials_of(file).verdicts
-        console.print(f"{file}: {gantt.summary(plan)}", highlight=False, soft_wrap=True)
-        console.print(f"  for {t.gpu}, {t.model}, {t.dtype}; made {plan.made}", highlight=False, soft_wrap=True)
-        for i, period in enumerate(plan.periods):
-            name = f"  pipeline {i + 1}, {period.min_tokens} to {period.tokens} tokens"
-            if (verdict := verdicts.get(i)) is None:
-                text = "not decided on requests yet"
-            else:
-                how = "kept" if verdict.kept else "dropped"
-                gain = f"{100 * (verdict.gain - 1):+.1f} % ± {100 * verdict.error:.1f} %"
-                text = f"{how}: {gain} on requests, {verdict.pairs} pairs"
-            console.print(f"{name}: {text}", highlight=False, soft_wrap=True)
 
 
 def _check(plan: Plan, file: Path, name: str | None) -> bool:

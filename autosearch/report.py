@@ -41,7 +41,6 @@ class Result(NamedTuple):
     load: Load
     notes: tuple[str, ...] = ()  # Final lines: choice of collectives, optimum, provenance.
     source: str = "a recorded profile"
-    undecided: tuple[str, ...] = ()  # Loads whose pipelines were not compared with the serial plan.
     unfinished: tuple[Path, ...] = ()  # Files from which an interrupted search continues.
 
 

@@ -44,17 +44,16 @@ class Search:
 
     def __init__(
         self, machine: Machine, load: Load, bench: Bench | None, budget: TimeBudget, *, max_num_seqs: int = 0,
-        known: Sequence[Period] = (), store: StageStore | None = None, workers: int = 1, fixed_batch: bool = False,
+        known: Sequence[Period] = (), store: StageStore | None = None, workers: int = 1,
     ) -> None:  # fmt: skip
         """max_num_seqs: largest decode-only iteration to search; 0: none. known: pipelines that compete at loads of
-        their token count. workers: loads to solve in parallel. fixed_batch: do not look for a better dense batch."""
+        their token count. workers: loads to solve in parallel."""
         self._machine, self._load, self._budget = machine, load, budget
-        self._max_num_seqs, self._known, self._fixed_batch = max_num_seqs, known, fixed_batch
+        self._max_num_seqs, self._known = max_num_seqs, known
         self._spec, self._profile = machine.spec, machine.profile
         self._capacity = self._profile.kv_capacity(self._spec)
         self._bench = TimedBench(bench, machine, budget) if bench is not None else None
-        steps = 1 if fixed_batch else dense_batch.DENSE_STEPS
-        loads = steps + len(LOADS) - 1 + (2 if max_num_seqs else 0)
+        loads = dense_batch.DENSE_STEPS + len(LOADS) - 1 + (2 if max_num_seqs else 0)
         self._solver = LoadSolver(
             machine, budget, store or StageStore(), loads, measured=bench is not None, workers=workers
         )  # fmt: skip
@@ -70,11 +69,9 @@ class Search:
     def run(self, workload: str, found: Callable[[Plan], None] = lambda _: None) -> Result:
         """Search. found: receives intermediate plans. Raises `ConfigError` if OR-Tools is needed but not installed."""
         full = dense_batch.steady_within(self._load, self._capacity)
-        self._load = full
-        if not self._fixed_batch:
-            self._load, self._lines = dense_batch.choose_dense_batch(
-                LOADS[0][0], full, self._machine, self._bench, self._solver, self._budget
-            )  # fmt: skip
+        self._load, self._lines = dense_batch.choose_dense_batch(
+            LOADS[0][0], full, self._machine, self._bench, self._solver, self._budget
+        )  # fmt: skip
         loads = [(name, break_even.scaled(self._load, factor, self._capacity)) for name, factor in LOADS]
         decodes = dense_batch.decode_batches(self._load, self._max_num_seqs, self._capacity)
         decode_only = [(f"{load.decodes} decodes", load) for load in decodes]
@@ -102,7 +99,7 @@ class Search:
             notes.append(f"out of time, break-even loads partly predicted: {', '.join(self._predicted)}")
         return Result(
             plan, self._lines, exchange, table_3, self._accepted, tuple(self._dropped), self._budget.spent,
-            self._bench is not None, self._load, tuple(notes), self._source, tuple(self._undecided),
+            self._bench is not None, self._load, tuple(notes), self._source,
         )  # fmt: skip
 
     @property

@@ -7,15 +7,11 @@ from typing import Any
 import numpy as np
 
 from weft.autosearch.bench_protocol import Load
-from weft.engine.errors import ConfigError
 from weft.engine.runner.iteration.batch import Batch, SamplingInputs
 
 
-def batch_of(load: Load, page_size: int, most_pages: int | None = None) -> Batch:
-    """Build an iteration: decodes with `context` tokens ±25 %, then full prompts and one partial prompt.
-
-    most_pages: pages of the pool, if decodes must share those that they only read. Pages that are written are always
-    different. Raises `ConfigError` if these alone are too many."""
+def batch_of(load: Load, page_size: int) -> Batch:
+    """Build an iteration: decodes with `context` tokens ±25 %, then full prompts and one partial prompt."""
     rng = np.random.default_rng(0)
     spread = rng.uniform(0.75, 1.25, load.decodes)
     decodes = np.maximum(1, load.context * spread / spread.mean() if load.decodes else spread).astype(np.int32)
@@ -31,8 +27,6 @@ def batch_of(load: Load, page_size: int, most_pages: int | None = None) -> Batch
     column = np.arange(int(pages.max()))
     at = np.minimum(first[:, None] + column, int(pages.sum()))
     table = np.where(column < pages[:, None], shuffled[at], 0).astype(np.int32)
-    if most_pages is not None and int(table.max()) >= most_pages:
-        table = _shared(table, pages, load.decodes, most_pages)
     positions = np.concatenate([np.arange(k - q, k) for q, k in zip(query_len, kv_len, strict=True)]).astype(np.int32)
     rows = np.repeat(np.arange(len(query_len)), query_len)
     slots = np.arange(len(query_len), dtype=np.int32)
@@ -44,22 +38,3 @@ def batch_of(load: Load, page_size: int, most_pages: int | None = None) -> Batch
         page_table=table, sampled_rows=none, sampling=SamplingInputs.none(),
         count_resets=(), prompt_logprobs=(),
     )  # fmt: skip
-
-
-def _shared(table: np.ndarray, pages: np.ndarray, decodes: int, most_pages: int) -> np.ndarray:
-    """Return the page table with fewer pages than `most_pages`.
-
-    The pages that are read only are dealt out in turn, so that the next read of a page comes after all others."""
-    column = np.arange(table.shape[1])
-    used = column < pages[:, None]
-    written = used.copy()
-    written[:decodes] &= column == pages[:decodes, None] - 1
-    number = int(written.sum())
-    if number + 2 > most_pages:
-        raise ConfigError(f"an iteration writes {number} pages, and there is memory for {most_pages} only")
-    order = 1 + np.random.default_rng(0).permutation(most_pages - 1).astype(np.int32)
-    table = table.copy()
-    table[written] = order[:number]
-    read = used & ~written
-    table[read] = order[number:][np.arange(int(read.sum())) % (most_pages - 1 - number)]
-    return table

@@ -42,7 +42,6 @@ from weft.engine.scheduling.loop import Loop
 from weft.engine.scheduling.model_drafter import ModelDrafter
 from weft.engine.scheduling.request import Arrivals, Request
 from weft.engine.scheduling.scheduler import Scheduler
-from weft.engine.scheduling.search_process import search_of
 from weft.engine.scheduling.slot_limit_keeper import SlotLimitKeeper
 from weft.engine.scheduling.slots import SlotTable
 from weft.engine.scheduling.speculation import SpeculationKeeper, TextDrafter
@@ -252,9 +251,7 @@ class Engine:
         yield from given(self._publisher, lambda to: features.KvEvents(IndexEvents(index, to, config.page_size, name)))
         if self.scheduler.images is not None and self._image_rows is not None:
             yield features.ImageCache(self.scheduler.images, self._image_rows)
-        yield features.PlanPreparation(lambda: self.runner.preparation, lambda: self.has_work, outbox)
-        if self.resolved.search:
-            yield search_of(config, self.resolved, self.spec, self.runner, lambda: self.has_work)
+        yield features.PlanPreparation(self.runner.preparation, lambda: self.has_work, outbox)
 
     def describe(self) -> EngineReady:
         resolved = self.resolved

@@ -207,10 +207,6 @@ class EngineConfig(BaseModel):
     plan: str = "auto"
     """nano-batch pipeline: a file from `weft search`, 'serial' for none, or 'auto' for a shipped plan that fits the
     model and GPU"""
-    search: Literal["off", "idle", "now"] = "off"
-    """search for a nano-batch plan while no request is open, and keep it if it wins on real requests: 'idle' begins
-    after 5 s without requests, 'now' at the first pause; one GPU, bf16, no plan yet; refused
-    until it has run on a GPU"""
     wait_for_plan: bool = False
     """wait until all pipelines of the plan are compiled and captured, instead of serving with the serial plan meanwhile
     """

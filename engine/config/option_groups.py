@@ -55,9 +55,7 @@ ENGINE_GROUPS = (
         ("speculation", "speculation_depth", "speculative_config", "batch_invariant"),
     ),
     OptionGroup(
-        DEVICES,
-        ("device", "tensor_parallel_size"),
-        ("attention_backend", "plan", "search", "enforce_eager", "cpu_threads"),
+        DEVICES, ("device", "tensor_parallel_size"), ("attention_backend", "plan", "enforce_eager", "cpu_threads")
     ),
     OptionGroup(OBSERVABILITY, (), ("kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic")),
     OptionGroup(

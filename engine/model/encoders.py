@@ -72,7 +72,6 @@ def serves_encoder(config: EngineConfig) -> bool:
         "--quantization": config.quantization == "fp8",
         "--model-impl native": config.model_impl == "native",
         "--batch-invariant": config.batch_invariant,
-        "--search": config.search != "off",
         "--load-format dummy": config.load_format == "dummy",
     }
     if option := next((option for option, is_set in conflicts.items() if is_set), None):

@@ -13,7 +13,6 @@ from weft.engine.config import expanded
 from weft.engine.errors import ConfigError
 from weft.engine.model.operations import ALL_REDUCE, Role
 from weft.engine.model.spec import ModelSpec
-from weft.engine.plans.found import kept_plan
 from weft.engine.plans.kernel_sources import kernels_digest
 from weft.engine.plans.plan import Plan, Target, by_name, load_plan, model_key
 from weft.kernels.common.gpu import gpu
@@ -40,22 +39,17 @@ def _mismatch(made_for: Target, here: Target) -> str | None:
     return None
 
 
-def choose_plan(
-    plan: str, spec: ModelSpec, here: Target, max_num_batched_tokens: int | None, cache: Path | None = None
-) -> Plan | None:
+def choose_plan(plan: str, spec: ModelSpec, here: Target, max_num_batched_tokens: int | None) -> Plan | None:
     """Return the plan to run, checked, or None for the serial plan alone.
 
-    plan: `EngineConfig.plan`. max_num_batched_tokens: the operator's limit; None leaves it to the plan. cache: folder
-    with the plans that engines have found and kept, used by "auto" if none is shipped. Ignores, with a warning, a file
-    made for another target or with collectives that no executor runs. Raises `ConfigError` if the operator's file
-    cannot be read or describes an impossible pipeline."""
+    plan: `EngineConfig.plan`. max_num_batched_tokens: the operator's limit; None leaves it to the plan. Ignores, with a
+    warning, a file made for another target or with collectives that no executor runs. Raises `ConfigError` if the
+    operator's file cannot be read or describes an impossible pipeline."""
     if plan == "serial":
         return None
     if plan == "auto":
         found = [load_plan(file) for file in sorted(SHIPPED.glob("*.json"))]
         fitting = next((p for p in found if _mismatch(p.target, here) is None), None)
-        if fitting is None and cache is not None and (fitting := kept_plan(cache, here)) is not None:
-            log.info("the plan that an earlier search found is used (%s)", fitting.made)
         if fitting is None and any(replace(p.target, kernels=here.kernels) == here for p in found):
             log.warning(
                 "a shipped plan for this model was made with other kernel code; the serial plan runs "

@@ -98,20 +98,19 @@ class TierTransfers(Listener):
 class PlanPreparation(Listener):
     """Prepares the plan's pipelines between iterations."""
 
-    def __init__(self, preparation: Callable[[], Preparation], has_work: Callable[[], bool], outbox: Outbox) -> None:
-        """preparation: returns that of the present plan, which a search may replace."""
+    def __init__(self, preparation: Preparation, has_work: Callable[[], bool], outbox: Outbox) -> None:
         self._preparation, self._has_work, self._outbox = preparation, has_work, outbox
         outbox.pipelines_changed = self.pause() is not None
 
     def on_step(self) -> None:
-        if self._preparation().advance(busy=self._has_work()):
+        if self._preparation.advance(busy=self._has_work()):
             self._outbox.pipelines_changed = True
 
     def pause(self) -> float | None:
-        return self._preparation().pause
+        return self._preparation.pause
 
     def stats(self) -> dict[str, Any]:
-        return {"plan": self._preparation().stats}
+        return {"plan": self._preparation.stats}
 
 
 class EnergyCharges(Listener):

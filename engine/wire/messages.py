@@ -183,25 +183,6 @@ class PlanStats(msgspec.Struct, frozen=True, array_like=True):
     left_out: int = 0
 
 
-SEARCH_STATES = ("waiting", "searching", "preparing", "trying", "kept", "serial", "failed")
-"""States of a search, in order; the last three are final."""
-
-
-class SearchStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The search for a plan (`--search`)."""
-
-    states: dict[str, int] = {}
-    """Engines by state; empty without a search."""
-    seconds: float = 0.0
-    """Seconds that it has searched, without the time in which requests ran."""
-    joules: float = 0.0
-    """Energy of its measurements."""
-    gains: dict[str, float] = {}
-    """Serial time over pipeline time on real requests, of each pipeline that was kept."""
-    pairs: int = 0
-    """Pairs of iterations that trials have compared."""
-
-
 class EngineReady(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     """Sent to every client, once the model is loaded and the pool is sized."""
 
@@ -449,7 +430,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     images: ImageStats | None = None
     """None if the model takes no images."""
     speculation: SpeculationStats = SpeculationStats()
-    search: SearchStats = SearchStats()
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):

@@ -92,32 +92,24 @@ def burst(calls: Iterable[Callable[[], object]], repeats: int = 9) -> float:
     return statistics.median(times)
 
 
-def sustained(
-    calls: Iterable[Callable[[], object]], meter: Meter, seconds: float = 2.5,
-    check: Callable[[], None] | None = None,
-) -> Sustained:  # fmt: skip
-    """Return milliseconds of one call over the second half of `seconds`, with that half's watts and clock.
-
-    check: called before each replay, none of which is then launched ahead of another. It may raise."""
+def sustained(calls: Iterable[Callable[[], object]], meter: Meter, seconds: float = 2.5) -> Sustained:
+    """Return milliseconds of one call over the second half of `seconds`, with that half's watts and clock."""
     graph, count = capture(calls)
     start = time.monotonic()
-    _replay_until(graph, start + seconds / 2, check)
+    _replay_until(graph, start + seconds / 2)
     half_at = time.monotonic()
-    replays = _replay_until(graph, start + seconds, check)
+    replays = _replay_until(graph, start + seconds)
     ms = (time.monotonic() - half_at) * 1e3 / (replays * count)
     mhz, watts = meter.mean(half_at)
     return Sustained(ms, watts, mhz)
 
 
-def _replay_until(graph: torch.cuda.CUDAGraph, end: float, check: Callable[[], None] | None) -> int:
+def _replay_until(graph: torch.cuda.CUDAGraph, end: float) -> int:
     """Replay until `end` and return the count: at least two, because one replay may outlast a measurement."""
     replays = 0
     while not replays or time.monotonic() < end:
-        for _ in range(2):
-            if check is not None:
-                torch.cuda.synchronize()
-                check()
-            graph.replay()
+        graph.replay()
+        graph.replay()
         torch.cuda.synchronize()
         replays += 2
     return replays

@@ -122,8 +122,6 @@ async def ready(service: ServiceOf) -> dict[str, Any]:
     if plan.serving < plan.pipelines:
         left_out = f", {plan.left_out} left out" if plan.left_out else ""
         out["plan"] = f"{plan.serving} of {plan.pipelines} pipelines{left_out}"
-    if states := service.metrics.search.states:
-        out["search"] = ", ".join(state if len(states) == 1 else f"{n} {state}" for state, n in states.items())
     return out
 
 

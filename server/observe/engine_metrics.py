@@ -11,7 +11,6 @@ from weft import __version__
 from weft.engine.wire.messages import (
     DRAFTERS,
     LENGTHS,
-    SEARCH_STATES,
     EnergyStats,
     EngineReady,
     EngineStats,
@@ -19,7 +18,6 @@ from weft.engine.wire.messages import (
     LengthHits,
     PlanStats,
     SchedulerStats,
-    SearchStats,
     SpeculationStats,
     TierStats,
 )
@@ -121,10 +119,6 @@ class EngineMetrics:
     def plan(self) -> PlanStats:
         return summed([engine.stats for engine in self.engines]).plan
 
-    @property
-    def search(self) -> SearchStats:
-        return summed([engine.stats for engine in self.engines]).search
-
     def _of_each(self, ups: Sequence[bool]) -> Iterable[str]:
         each = [plus(engine.before, engine.stats).scheduler for engine in self.engines]
 
@@ -197,14 +191,6 @@ class EngineMetrics:
         left = plan.pipelines - plan.serving - plan.left_out
         pipelines = {"serving": plan.serving, "preparing": left, "left_out": plan.left_out}
         yield family("weft_plan_pipelines", "gauge", "Pipelines of the plan by state", "state", pipelines)
-        search = engine.search
-        states = {state: search.states.get(state, 0) for state in SEARCH_STATES}
-        yield family("weft_plan_search_engines", "gauge", "Engines with --search by state", "state", states)
-        yield _gauge("weft_plan_search_seconds", "Seconds spent on the search for a plan", search.seconds)
-        yield _gauge("weft_plan_search_joules", "Energy of the search's measurements", search.joules)
-        gained = "Highest gain on real requests of a pipeline that the search found; 0: none"
-        gain = max(search.gains.values(), default=1.0) - 1
-        yield _gauge("weft_plan_search_gain_ratio", gained, gain)
         idle = "Device idle between iterations while requests were open"
         yield _counter("weft_device_idle_seconds", idle, engine.iterations_idle_seconds)
         yield from self._energy(engine.energy)

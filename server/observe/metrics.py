@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from weft.engine.wire.child import has_ended
 from weft.engine.wire.heartbeat import ENGINE, LATE_SECONDS, Watch
-from weft.engine.wire.messages import EngineStats, PlanStats, SchedulerStats, SearchStats, Started
+from weft.engine.wire.messages import EngineStats, PlanStats, SchedulerStats, Started
 from weft.server.observe.counters import Counter, Histogram, Store
 from weft.server.observe.engine_metrics import TIERS, EngineMetrics
 from weft.server.observe.exposition import CONTENT_TYPE, family, head, labelled
@@ -144,11 +144,6 @@ class Metrics:
     def plan(self) -> PlanStats:
         """Plan statistics of all engines."""
         return self._engine_metrics.plan
-
-    @property
-    def search(self) -> SearchStats:
-        """The search for a plan of all engines together."""
-        return self._engine_metrics.search
 
     def count_iteration(self, stats: EngineStats, engine: int = 0) -> None:
         """Count an iteration. Called for every message of an engine, in one process of the daemon."""

@@ -9,15 +9,7 @@ from typing import Any, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from weft.engine.wire.messages import (
-    EnergyStats,
-    EngineStats,
-    ImageStats,
-    LengthHits,
-    SearchStats,
-    SpeculationStats,
-    TierStats,
-)
+from weft.engine.wire.messages import EnergyStats, EngineStats, ImageStats, LengthHits, SpeculationStats, TierStats
 
 Stats = TypeVar("Stats", bound=Struct)
 
@@ -87,17 +79,10 @@ def summed(engines: Sequence[EngineStats]) -> EngineStats:
         scheduler=reduce(_added, [engine.scheduler for engine in engines]),
         plan=reduce(_added, [engine.plan for engine in engines]),
         images=reduce(_added, seeing) if seeing else None,
-        search=_searched(engines),
         speculation=reduce(_added, [engine.speculation for engine in engines], SpeculationStats()),
         energy=reduce(lambda one, other: _raised(one, other, _ENERGY), metered) if metered else None,
         **named,
     )
-
-
-def _searched(engines: Sequence[EngineStats]) -> SearchStats:
-    together = reduce(_added, [engine.search for engine in engines], SearchStats())
-    gains = {f"{i} {name}": g for i, engine in enumerate(engines) for name, g in engine.search.gains.items()}
-    return replace(together, gains=gains)
 
 
 def _added(one: Stats, other: Stats) -> Stats:

@@ -51,14 +51,3 @@ def test_an_iteration_whose_cut_cannot_move_uses_the_serial_plan(
 ) -> None:
     pipelines = Pipelines(SPEC, 512, 132, _plan(), undivided)
     assert (pipelines.of(_batch(decodes, chunk)) in pipelines.planned) == pipelined
-
-
-def test_a_plan_that_was_found_while_serving_runs_only_when_it_is_chosen() -> None:
-    pipelines = Pipelines(SPEC, 512, 132, None, searched=True)
-    pipelines.replace_plan(_plan())
-    (planned,) = pipelines.planned
-    assert pipelines.of(_batch(20, 400)) is not planned
-    pipelines.enable(planned)
-    assert pipelines.of(_batch(20, 400)) is not planned, "its trial is not recorded yet"
-    pipelines.ask(lambda number, _: number == 0)
-    assert pipelines.of(_batch(20, 400)) is planned

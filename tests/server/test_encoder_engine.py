@@ -165,7 +165,6 @@ def test_requests_that_cannot_be_served_are_refused(path: Path, request_: AddReq
     [
         ("tensor_parallel_size", 2, "--tensor-parallel-size"),
         ("batch_invariant", True, "--batch-invariant"),
-        ("search", "idle", "--search"),
         ("model_impl", "native", "--model-impl native"),
     ],
 )

@@ -68,10 +68,6 @@ NAMES = {
     "weft_itl_slo_late": "counter",
     "weft_iterations": "counter",
     "weft_plan_pipelines": "gauge",
-    "weft_plan_search_engines": "gauge",
-    "weft_plan_search_gain_ratio": "gauge",
-    "weft_plan_search_joules": "gauge",
-    "weft_plan_search_seconds": "gauge",
     "weft_device_idle_seconds": "counter",
     "weft_iteration_tokens": "histogram",
     "weft_iteration_seconds": "histogram",
@@ -193,7 +189,6 @@ async def test_labels_are_pinned(server: Server) -> None:
     assert labels["weft_attention_cut_iterations_total"] == {"what"}
     assert labels["weft_prompts_cut_total"] == {"by"}
     assert labels["weft_plan_pipelines"] == {"state"}
-    assert labels["weft_plan_search_engines"] == {"state"}
     assert labels["weft_speculation_draft_tokens_total"] == {"drafter"}
     assert labels["weft_build_info"] == {"version", "model", "dtype", "device"}
 

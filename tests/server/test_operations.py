@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from stub import Server, serving
 
 from weft import __version__
-from weft.engine.wire.messages import EngineStats, Outputs, PlanStats, Profile, SearchStats, ToEngine
+from weft.engine.wire.messages import EngineStats, Outputs, PlanStats, Profile, ToEngine
 from weft.server.api import operations
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -74,19 +74,6 @@ async def test_ready_reports_a_plan_in_preparation() -> None:
         assert await reported(12, 3, 0) == {"status": "ready", "plan": "3 of 12 pipelines"}
         assert await reported(12, 11, 1) == {"status": "ready", "plan": "11 of 12 pipelines, 1 left out"}
         assert await reported(12, 12, 0) == {"status": "ready"}
-
-
-async def test_ready_and_metrics_report_a_search() -> None:
-    async with serving() as server:
-        server.engine._deliver(
-            Outputs(stats=EngineStats(search=SearchStats(states={"trying": 1}, seconds=300.0, gains={"0": 1.25})))
-        )
-        assert (await server.http.get("/ready")).json() == {"status": "ready", "search": "trying"}
-        figures = (await server.http.get("/metrics")).text
-        assert 'weft_plan_search_engines{state="trying"} 1.0' in figures
-        assert 'weft_plan_search_engines{state="kept"} 0.0' in figures
-        assert "weft_plan_search_seconds 300.0" in figures
-        assert "weft_plan_search_gain_ratio 0.25" in figures
 
 
 async def test_ready_reports_a_plan_before_the_engines_first_message() -> None:

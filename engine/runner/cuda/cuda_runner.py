@@ -24,7 +24,6 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.model.weights import Weights
 from weft.engine.plans.pipeline import Pipeline
-from weft.engine.plans.plan import Plan
 from weft.engine.progress import Progress, notice
 from weft.engine.runner.cuda.adapter_slots import AdapterSlots
 from weft.engine.runner.cuda.cuda_eagle3 import CudaEagle3
@@ -35,7 +34,7 @@ from weft.engine.runner.cuda.layer_launch import Fused
 from weft.engine.runner.device.collectives import RankGroup
 from weft.engine.runner.device.compile_job import CompileJob
 from weft.engine.runner.device.image_rows import ImagePool
-from weft.engine.runner.device.preparation import Compiling, PipelineWork, Preparation, Step
+from weft.engine.runner.device.preparation import PipelineWork, Preparation, Step
 from weft.engine.runner.device.sampling import Sampling, Scores, pooled
 from weft.engine.runner.iteration.attention_lists import AttentionGrid
 from weft.engine.runner.iteration.attention_path import AttentionPath, describe_paths
@@ -172,7 +171,7 @@ class CudaRunner:
         here = gpu(device)
         assert here is not None
         self._pipelines = Pipelines(
-            spec, config.max_num_batched_tokens, here.sms, config.plan, self._grid.undivided, searched=config.search
+            spec, config.max_num_batched_tokens, here.sms, config.plan, self._grid.undivided
         )  # fmt: skip
         memory = self._make_sleepable_memory() if config.sleeps else None
         self.sleepable = memory or Sleepless()
@@ -368,19 +367,6 @@ class CudaRunner:
         with torch.cuda.graph(graphs.sample, stream=self.stream):
             self._executor.sample(self._max_sampled(pipeline))
         return graphs
-
-    # -- a plan that was found while serving
-
-    def adopt(self, plan: Plan, compiling: Compiling | None) -> Preparation:
-        """Begin to prepare a plan's pipelines, none of which serves until it is ready. compiling: as in `Preparation`.
-        Raises `ConfigError` if the plan does not fit."""
-        self._pipelines.replace_plan(plan)
-        works = [self._pipeline_work(pipeline) for pipeline in self._pipelines.planned]
-        self.preparation = Preparation(works, compiling)
-        return self.preparation
-
-    def try_pipelines(self, chooses: Callable[[int, Batch], bool]) -> None:
-        self._pipelines.ask(chooses)
 
     # -- preparing a pipeline of the plan between iterations
 

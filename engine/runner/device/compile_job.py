@@ -33,7 +33,7 @@ KERNEL_OPTIONS = {
     "device", "dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "attention_backend",
     "batch_invariant", "tuning_seconds", "plan", "model_impl", "trust_remote_code", "tensor_parallel_size",
     "quantization", "kv_cache_dtype", "state_dtype", "pod", "enforce_eager", "speculation", "speculative_config",
-    "enable_lora", "lora_modules", "lora_dir", "max_loras", "max_lora_rank", "search",
+    "enable_lora", "lora_modules", "lora_dir", "max_loras", "max_lora_rank",
 }  # fmt: skip
 """Options that determine the kernels."""
 DRIVER = Path("/proc/driver/nvidia/gpus")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from weft.engine.errors import ConfigError
 from weft.engine.model.spec import ModelSpec
 from weft.engine.plans.pipeline import Pipeline
-from weft.engine.plans.plan import Period, Plan, serial_period
+from weft.engine.plans.plan import Plan, serial_period
 from weft.engine.runner.iteration.batch import Batch
 from weft.engine.runner.iteration.nano import whole_counts
 
-SEARCHED_NANO_BATCHES = 4
-"""Most nano-batches of a plan that is found while serving: the inputs of iterations have room for them."""
 DECODE_ONLY_TOKENS = 256
 """Largest token bucket with a pipeline without prefill attention, where even an empty launch costs time."""
 
@@ -29,16 +26,13 @@ def token_buckets(max_tokens: int) -> list[int]:
 class Pipelines:
     """The serial plan of every token bucket, and the plan's pipelines.
 
-    max_tokens: token limit of an iteration. undivided: prompt tokens that nano-batches must keep together. searched:
-    whether `replace_plan` may be called."""
+    max_tokens: token limit of an iteration. undivided: prompt tokens that nano-batches must keep together."""
 
     def __init__(
-        self, spec: ModelSpec, max_tokens: int, num_sms: int, plan: Plan | None, undivided: int = 1, *,
-        searched: bool = False,
+        self, spec: ModelSpec, max_tokens: int, num_sms: int, plan: Plan | None, undivided: int = 1,
     ) -> None:  # fmt: skip
         sizes = token_buckets(max_tokens)
-        self._spec, self._plan, self._undivided = spec, plan, undivided
-        self._chooses: Callable[[int, Batch], bool] | None = None
+        self._plan, self._undivided = plan, undivided
         self._serial = [Pipeline(serial_period(spec, size, num_sms), spec) for size in sizes]
         self._decoding = [
             Pipeline(serial_period(spec, size, num_sms, decode_only=True), spec)
@@ -47,9 +41,7 @@ class Pipelines:
         ]
         self._planned = {id(p): Pipeline(p, spec) for p in (plan.periods if plan is not None else ())}
         self._enabled = {id(pipeline) for pipeline in self._planned.values()}
-        least = SEARCHED_NANO_BATCHES if searched else 1
         self.nano_batches = max((len(p.nano_batches) for p in self._planned.values()), default=1)
-        self.nano_batches = max(self.nano_batches, least)
         """Maximum over all pipelines."""
 
     def __iter__(self) -> Iterator[Pipeline]:
@@ -81,26 +73,6 @@ class Pipelines:
     def enable(self, pipeline: Pipeline) -> None:
         self._enabled.add(id(pipeline))
 
-    def replace_plan(self, plan: Plan) -> None:
-        """Use a plan found while serving, whose pipelines must be enabled one by one, and run none before `ask`. Raises
-        `ConfigError` if it has more nano-batches than `nano_batches`."""
-        planned = {id(p): Pipeline(p, self._spec) for p in plan.periods}
-        if (most := max(len(p.nano_batches) for p in planned.values())) > self.nano_batches:
-            raise ConfigError(f"a pipeline has {most} nano-batches, more than {self.nano_batches}: restart to use it")
-        self._enabled.clear()
-        self._plan, self._planned = plan, planned
-        self.ask(lambda *_: False)
-
-    def ask(self, chooses: Callable[[int, Batch], bool]) -> None:
-        """From now on run an enabled pipeline only for iterations for which `chooses`, given its number in the plan,
-        returns true. It is asked once for each iteration that the pipeline fits."""
-        self._chooses = chooses
-
-    def _chosen(self, period: Period, batch: Batch) -> bool:
-        if self._chooses is None:
-            return True
-        return self._chooses(list(self._planned).index(id(period)), batch)
-
     def of(self, batch: Batch) -> Pipeline:
         """Return the plan's pipeline for this iteration, or the serial one if the plan has none that is faster, it is
         not enabled, it would divide tokens that must stay together, or the iteration has LoRA adapters."""
@@ -112,8 +84,7 @@ class Pipelines:
             period = self._plan.period_for(batch.num_tokens, kv_tokens)
             if period is not None and id(planned := self._planned[id(period)]) in self._enabled:
                 undivided = self._undivided
-                whole = undivided == 1 or whole_counts(batch, planned.nano_batches, undivided) is not None
-                if whole and self._chosen(period, batch):
+                if undivided == 1 or whole_counts(batch, planned.nano_batches, undivided) is not None:
                     return planned
         if batch.num_decodes == batch.num_requests and batch.num_tokens <= self._decoding[-1].tokens:
             return next(p for p in self._decoding if p.tokens >= batch.num_tokens)

@@ -28,7 +28,6 @@ from weft.engine.plans.plan import Plan, load_plan
 from weft.engine.runner.options.footprint import GIB, Footprint, memory_bytes
 from weft.engine.runner.options.gpu_limits import check_adapters, check_fp8, check_kernels, check_pod
 from weft.engine.runner.options.machine import CPU_SEQUENCES
-from weft.engine.runner.options.plan_search import searches
 from weft.engine.runner.options.transformers_shapes import attention_kinds, refuse_on_gpu
 from weft.kernels.attention import backends as attention_backends
 from weft.kernels.attention.backend import AttentionShape, AttentionUnavailable
@@ -64,7 +63,6 @@ class ResolvedConfig:
     cache_dir: Path  # Folder of results tuned on this machine.
     tuning_seconds: float
     plan: Plan | None = None  # Plan of overlapped nano-batches; None: the serial plan only.
-    search: bool = False  # Search for a plan while no request is open.
     wait_for_plan: bool = True  # Prepare all pipelines of the plan before the first iteration.
     sleeps: bool = False  # Allocate weights and KV pool so that a sleeping model can give up their memory.
     has_neighbours: bool = False  # Other models use the same device.
@@ -183,7 +181,6 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
     if not planned:
         _check_plan(config)
     plan = _plan(config, spec, device, dtype, pages_dtype, backend) if planned else None
-    searching = searches(config, spec, dtype, pages_dtype, backend, cuda=cuda, planned=plan is not None)
     dense = plan.dense_batch if plan is not None else 0
     max_num_batched_tokens = config.max_num_batched_tokens or dense or (2048 if cuda else 512)
     if config.batch_invariant and max_num_batched_tokens < INVARIANT_CHUNK:
@@ -222,7 +219,6 @@ def resolve(config: EngineConfig, spec: ModelSpec) -> ResolvedConfig:
         cache_dir=config.cache_path,
         tuning_seconds=config.tuning_seconds,
         plan=plan,
-        search=searching,
         wait_for_plan=config.wait_for_plan or ranks > 1,  # all ranks need a pipeline before any rank runs it
         sleeps=config.share.sleeps and ranks == 1,
         has_neighbours=config.share.memory < 1,
@@ -402,7 +398,7 @@ def _plan(
     if excluded or (config.batch_invariant and not named):
         return None
     target = target_of(spec, device, dtype, pages)
-    return choose_plan(config.plan, spec, target, config.max_num_batched_tokens, config.cache_path)
+    return choose_plan(config.plan, spec, target, config.max_num_batched_tokens)
 
 
 def _attention_shape(

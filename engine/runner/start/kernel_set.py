@@ -70,7 +70,7 @@ def meta_executor(spec: ModelSpec, config: ResolvedConfig, gpu: Gpu, images: Ima
     weights = load_weights(
         spec, Path(), device=config.device, dtype=config.weight_dtype, max_positions=config.max_model_len, dummy_seed=0
     )
-    pipelines = Pipelines(spec, config.max_num_batched_tokens, gpu.sms, config.plan, searched=config.search)
+    pipelines = Pipelines(spec, config.max_num_batched_tokens, gpu.sms, config.plan)
     collectives = None
     if (ranks := spec.shard_of.ranks) > 1:
         sizes = PeerLayout(spec, config.max_num_batched_tokens, config.max_num_seqs, config.compute_dtype)
