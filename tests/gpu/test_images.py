@@ -19,12 +19,16 @@ from harness import GREEDY, Harness
 from interpreted import interpreted_gpu
 from vision_models import KINDS, Prompt, oracle_logits, prompt_of, write_checkpoint
 
+from weft.engine.runner.options import resolve
 from weft.engine.wire.pixels import PixelShelf
+from weft.kernels.common.gpu import Gpu
 from weft.kernels.formats.fp8 import quantize_rows
 from weft.kernels.matmul.image_rows import axes_tensor, put_images, rotary_rows
 
 HERE = torch.cuda.is_available()
 WITHIN = 0.03
+NEAR = {"gemma3": 0.003} if HERE else {}
+"""Families whose large checkpoints change little with their pictures: causal attention within them would give 0.03."""
 
 
 def test_rotary_rows_take_each_pair_from_its_axis(device: str) -> None:
@@ -67,7 +71,9 @@ def test_images_change_their_rows_alone(device: str, parts: int, add: bool, span
     assert torch.equal(operand.scale[:, changed], (wanted if span else quantize_rows(before, norm)).scale[:, changed])
 
 
-def serve(path: Path, shelf: PixelShelf, prompts: list[Prompt], **options: Any) -> Harness:
+def serve(
+    path: Path, shelf: PixelShelf, prompts: list[Prompt], prompt_logprobs: int | None = None, **options: Any
+) -> Harness:
     """Serve prompts two at a time, in chunks that cut pictures if the family allows that."""
     given = {
         "device": "cuda", "page_size": 16, "num_pages": 32, "max_num_seqs": 2, "max_num_batched_tokens": 18,
@@ -78,7 +84,8 @@ def serve(path: Path, shelf: PixelShelf, prompts: list[Prompt], **options: Any) 
     harness.poison_pages()
     for prompt in prompts:
         harness.add(
-            prompt.ids, images=prompt.images, max_tokens=2, ignore_eos=True, logprobs=0, **GREEDY,
+            prompt.ids, images=prompt.images, max_tokens=2, ignore_eos=True, logprobs=0,
+            prompt_logprobs=prompt_logprobs, **GREEDY,
         )  # fmt: skip
     harness.run()
     return harness
@@ -104,7 +111,7 @@ def differences(path: Path, kind: str, prompts: list[Prompt], harness: Harness) 
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["idefics3", "smolvlm", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "mistral3"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("qwen3.5")])
 def test_an_engine_gives_transformers_tokens(
     kind: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,5 +120,31 @@ def test_an_engine_gives_transformers_tokens(
     with nullcontext() if device == "cuda" else interpreted_gpu(monkeypatch):
         harness = serve(path, shelf, prompts)
     assert harness.cached[3] >= 16
-    for found in differences(path, kind, prompts, harness):
-        assert max(found) < WITHIN
+    assert max(map(max, differences(path, kind, prompts, harness))) < NEAR.get(kind, WITHIN)
+
+
+def scored(path: Path, shelf: PixelShelf, prompts: list[Prompt], **options: Any) -> list[torch.Tensor]:
+    """Return log-probabilities of all prompts' tokens but the first, placeholders included."""
+    harness = serve(path, shelf, prompts, prefix_caching=False, tuning_seconds=0, prompt_logprobs=1, **options)
+    return [torch.tensor([float(one.values[0]) for one in logged]) for logged in harness.prompt_logprobs.values()]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["qwen3-vl", "gemma3", "llava-next", "mistral3"])
+def test_fp8_layers_score_prompts_with_pictures_as_the_references_do(
+    kind: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, shelf = write_checkpoint(kind, tmp_path / "model", wide=HERE), PixelShelf(tmp_path)
+    prompts, fp8 = prompts_of(kind, shelf), {"quantization": "fp8"}
+    unrounded = scored(path, shelf, prompts, device="cpu", dtype="float32")
+    want = scored(path, shelf, prompts, device="cpu", dtype="float32", **fp8)
+    if device == "cpu":
+        monkeypatch.setattr(resolve, "gpu", lambda *_: Gpu("interpreter", (8, 9), 4))
+    with nullcontext() if device == "cuda" else interpreted_gpu(monkeypatch):
+        got = scored(path, shelf, prompts, **fp8)
+    # In 16 bits a number sometimes falls to the other side of a tie in e4m3; a stale operand changes much more.
+    apart = [float((g - w).norm()) for g, w in zip(got, want, strict=True)]
+    rounded = [float((w - u).norm()) for w, u in zip(want, unrounded, strict=True)]
+    print(f"{kind}: GPU from CPU {apart}, FP8 from float32 {rounded}")
+    # The interpreter also halves numbers that round up to a power of two.
+    assert sum(apart) < (1.5 if HERE else 3) * sum(rounded)

@@ -21,7 +21,7 @@ class Gemma3(Vision):
     def of(cls, config: dict[str, Any]) -> Self:
         side = config["vision_config"].get("image_size", 224)
         tokens = whole(config.get("mm_tokens_per_image", 256), "mm_tokens_per_image")
-        return cls(side=whole(side, "vision_config.image_size"), tokens=tokens, bidirectional=tokens, cpu_only=True)
+        return cls(side=whole(side, "vision_config.image_size"), tokens=tokens, bidirectional=tokens)
 
     def num_embeddings(self, shapes: Shapes, grid: tuple[int, ...]) -> int:  # noqa: ARG002 (pictures are alike)
         equal_squares(shapes, self.side)

@@ -6,7 +6,7 @@ A LLaVA with Pixtral's tower is a Mistral 3 that merges no patches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isqrt
 from typing import TYPE_CHECKING, Any, Self
 
@@ -52,7 +52,6 @@ class Llava(Vision):
         return cls(
             side=side, patches=patches, layers=feature_layers(config, -1 if one_vision else -2),
             skips=int(chosen == "default"), newline=newline, tiled=tiled, most=most, mean=CLIP_MEAN, std=CLIP_STD,
-            cpu_only=True,
         )  # fmt: skip
 
     def num_embeddings(self, shapes: Shapes, grid: tuple[int, ...]) -> int:
@@ -121,8 +120,7 @@ class Llava(Vision):
 class Pixtral(Mistral3):
     @classmethod
     def of(cls, config: dict[str, Any]) -> Self:
-        read = super().of({"vision_feature_layer": -2, **config, "spatial_merge_size": 1})
-        return replace(read, cpu_only=True)
+        return super().of({"vision_feature_layer": -2, **config, "spatial_merge_size": 1})
 
     def project(self, projector: Any, selected: Tensor, sizes: Any) -> Tensor:  # noqa: ARG002 (nothing is merged)
         projected: Tensor = projector(selected)

@@ -32,7 +32,7 @@ class QwenVl(Vision):
             frames=whole(vision.get("temporal_patch_size", 2), "vision_config.temporal_patch_size"),
             rope_grid=whole(vision.get("spatial_merge_size", 2), "vision_config.spatial_merge_size"),
             deepstack=len(indexes),
-            cpu_only=name not in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+            cpu_only=name.startswith("qwen3_5"),
             mean=HALVES if third else CLIP_MEAN,
             std=HALVES if third else CLIP_STD,
         )

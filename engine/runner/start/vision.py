@@ -51,11 +51,16 @@ def _lacks(vision: Vision, spec: ModelSpec, config: EngineConfig, resolved: Reso
             cuda and vision.bidirectional > 0 and resolved.max_num_batched_tokens < need
         ),
         "of this family run on a CPU only so far": cuda and vision.cpu_only,
-        "run on a GPU with 16-bit weights only so far": cuda and spec.quantization is not None,
+        "with FP8 experts run on a CPU only so far": (
+            cuda and spec.quantization is not None and spec.experts is not None
+        ),
+        "that see all of themselves need 16-bit pages on a GPU: leave out --kv-cache-dtype": (
+            cuda and vision.bidirectional > 0 and resolved.kv.dtype.itemsize == 1
+        ),
+        "run with --tensor-parallel-size on a CPU only so far": cuda and config.tensor_parallel_size > 1,
         "with further embeddings (deepstack) after the last layer do not run on a GPU": (
             cuda and vision.deepstack >= spec.num_layers
         ),
-        "run with --tensor-parallel-size on a CPU only so far": cuda and config.tensor_parallel_size > 1,
         "that see all of themselves do not support --batch-invariant yet": (
             vision.bidirectional > 0 and config.batch_invariant
         ),
