@@ -243,6 +243,7 @@ def test_a_batch_invariant_pipeline_gives_the_serial_plans_logits_to_the_bit_for
     large = device == "cuda"
     if not large:  # numpy adds up a product in an order that follows its shape
         monkeypatch.setattr(CudaLayers, "config", lambda *_: SMALL)
+        monkeypatch.setattr(CudaLayers, "_tiles", lambda *_: SMALL)
     spec = _spec(1024, 3584, 8, 2, 128) if large else _spec(128, 192, 4, 2, 64)
     load = Load(380, 90 if large else 30, 200 if large else 60, 75)
     machine = Machine(spec, load, device, invariant=True)
