@@ -21,6 +21,7 @@ WEIGHT = 0.1  # weight of a new time, once several are known
 STRAY = 1.5  # factor by which a time may differ from the known one; more is clipped, as another process may cause it
 NEAR = 1.25  # a time is known for a number of rows that differs by no more than this factor
 FRESH_SECONDS = 30.0  # age after which a time must be measured again
+TRIES = 2  # iterations with more rows before their time counts
 ENOUGH = 4  # iterations that make a time known
 
 
@@ -67,8 +68,8 @@ class RowTimes:
 
     def at(self, rows: npt.NDArray[np.int64], *instead: RowTimes) -> F64:
         """Return the time of each number of rows, ascending; nan if none is known. Each of `instead` has times to use
-        where those before it have none."""
-        seconds = self._seconds
+        where those before it have none. A number of rows that was tried once is not known: caches were cold."""
+        seconds = np.where(self._number < TRIES, np.nan, self._seconds) if instead else self._seconds
         for other in instead:
             seconds = np.where(np.isnan(seconds), other._seconds, seconds)
         known = ~np.isnan(seconds)

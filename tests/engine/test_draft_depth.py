@@ -90,6 +90,8 @@ def test_one_slow_iteration_moves_a_time_little() -> None:
 def test_missing_times_come_from_the_other_table() -> None:
     plain, verifying = RowTimes(), RowTimes()
     plain.add(1, 0.01, 0.0)
+    verifying.add(4, 0.05, 0.0)  # once is not enough
+    assert verifying.at(np.array([1, 4]), plain).tolist() == pytest.approx([0.01, 0.01])
     verifying.add(4, 0.03, 0.0)
     assert verifying.at(np.array([1, 4]), plain).tolist() == pytest.approx([0.01, 0.03])
 
