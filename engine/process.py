@@ -100,7 +100,7 @@ class _MessageLoop:
             ranks = Ranks.begin(config, self._heartbeats, self._row, stacks_fd, pin=True)
             if isinstance(ranks, Ranks):
                 ranks.links.on_progress = self._heartbeat.still  # waiting for another rank is not a hang of this one
-            compiling = None if encodes else CompileJob.begin(ranks.config)
+            compiling = CompileJob.unload() if encodes else CompileJob.begin(ranks.config)
             self._headstart.wait(ranks.check)
             from weft.engine.engine import Engine  # here, so that a failed import is reported
             from weft.engine.scheduling.features import StepHeartbeat
@@ -286,6 +286,7 @@ def _announce_compiles(heartbeat: Heartbeat) -> None:
 def main() -> int:
     install()
     headstart = WarmStart(ENGINE_MODULES, GPU_MODULES)
+    CompileJob.preload()
     line, fds = receive_config(socket.socket(fileno=os.dup(0)), 3 + EXCHANGE_FDS)
     if not line:
         os._exit(0)  # the daemon needs no engine

@@ -144,6 +144,54 @@ def test_a_job_that_fails_to_run_lets_the_engine_continue(
     assert not is_compiled(config)
 
 
+@pytest.fixture
+def preloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> subprocess.Popen[str]:
+    """A process that was started before the configuration was known; it echoes what it is sent."""
+    monkeypatch.setattr(compile_job, "has_gpu", lambda: True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    process = subprocess.Popen(("cat",), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    monkeypatch.setattr(compile_job, "_start_process", lambda: process)
+    CompileJob.preload()
+    monkeypatch.setattr(compile_job, "_start_process", lambda: pytest.fail("another process"))
+    return process
+
+
+def test_a_job_takes_the_process_that_was_started_early(config: EngineConfig, preloaded: subprocess.Popen[str]) -> None:
+    job = CompileJob.begin(config)
+    assert job is not None
+    assert preloaded.stdin is not None
+    assert preloaded.stdout is not None
+    preloaded.stdin.close()
+    assert EngineConfig.model_validate_json(preloaded.stdout.read()) == config
+    job.stop()
+
+
+def test_a_process_started_early_ends_if_everything_is_compiled(
+    config: EngineConfig, tmp_path: Path, preloaded: subprocess.Popen[str]
+) -> None:
+    stamped(config, tmp_path)
+    assert CompileJob.begin(config) is None
+    assert preloaded.returncode == -signal.SIGKILL
+
+
+def test_no_process_starts_early_if_the_default_cache_has_a_stamp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_job, "has_gpu", lambda: True)
+    monkeypatch.setattr(compile_job, "_start_process", lambda: pytest.fail("a process"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "weft").mkdir()
+    (tmp_path / "weft" / "kernels-1.json").touch()
+    CompileJob.preload()
+
+
+@pytest.mark.slow
+def test_a_process_started_early_ends_with_its_engine() -> None:
+    process = compile_job._start_process()
+    assert process.communicate(timeout=240) == ("", None)
+    assert process.returncode == 0
+
+
 def test_a_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_job, "TIMEOUT_SECONDS", 0.3)
     words = ("sh", "-c", "sleep 250 & echo 1 2; wait")

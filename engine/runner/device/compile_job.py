@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from weft.engine.config import EngineConfig, expanded
+from weft.engine.config import EngineConfig, cache_home, expanded
 from weft.engine.progress import Progress
 
 COMPILING = "compiling kernels"
@@ -38,6 +38,8 @@ KERNEL_OPTIONS = {
 """Options that determine the kernels."""
 DRIVER = Path("/proc/driver/nvidia/gpus")
 
+_preloaded: list[subprocess.Popen[str]] = []  # At most one process, until a job or nobody needs it.
+
 
 class CompileJob:
     """A running job. Create with `CompileJob.begin(config)`."""
@@ -52,23 +54,34 @@ class CompileJob:
         self._partial = b""  # Output after the last newline.
 
     @classmethod
+    def preload(cls) -> None:
+        """Start the process of the next job before its configuration is known, if the default cache has no stamp. The
+        process imports what every job needs, which takes as long as compiling some kernels."""
+        if has_gpu() and not any(cache_home().glob("kernels-*.json")):
+            with contextlib.suppress(OSError):  # `begin` reports it
+                _preloaded.append(_start_process())
+
+    @classmethod
     def begin(cls, config: EngineConfig) -> CompileJob | None:
         """Start a job. Returns None without a GPU, or if everything is compiled."""
         use_cache(config)
         if config.device == "cpu" or config.model_impl == "transformers" or not has_gpu() or is_compiled(config):
+            cls.unload()
             return None
-        process = subprocess.Popen(
-            (sys.executable, "-P", "-m", "weft.engine.runner.start.compile_kernels"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # lets `stop` end its compilers too
-        )
+        process = _preloaded.pop() if _preloaded else _start_process()
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(config.model_dump_json() + "\n")
             process.stdin.flush()
         return cls(process, waits_for_plan=config.wait_for_plan, serial=is_compiled(config, SERIAL))
+
+    @classmethod
+    def unload(cls) -> None:
+        """End the process that `preload` has started, because no job needs it."""
+        while _preloaded:
+            process = _preloaded.pop()
+            process.kill()
+            process.communicate()
 
     @classmethod
     def after_tuning(cls, job: CompileJob | None, config: EngineConfig) -> CompileJob | None:
@@ -126,6 +139,16 @@ class CompileJob:
             self._outcomes[int(number)] = f"{failed} did not compile" if failed else ""
         elif progress is not None and rest:
             progress(COMPILING, int(what), int(rest))
+
+
+def _start_process() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        (sys.executable, "-P", "-m", "weft.engine.runner.start.compile_kernels"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # lets `stop` end its compilers too
+    )
 
 
 def has_gpu() -> bool:

@@ -15,12 +15,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.engine.config import EngineConfig
 from weft.engine.errors import WeftError
 from weft.engine.runner.device.compile_job import PIPELINE, SERIAL, is_compiled, stamp_file, use_cache, write_stamp
+from weft.engine.wire.child import pin_to
 from weft.engine.wire.cores import cores
 from weft.kernels.common import warm_start as warm_start
 from weft.kernels.common.gpu import Gpu, gpu
@@ -29,6 +31,11 @@ if TYPE_CHECKING:
     from weft.kernels.common.compilation import Kernel
 
 NICENESS = 10  # Niceness while an engine serves.
+IMPORTED = (
+    "weft.engine.runner.start.kernel_set",
+    "weft.kernels.common.compilation",
+    "torch.fx.experimental.symbolic_shapes",  # which operations on the meta device import
+)
 WAIT_SECONDS = 1.0  # Seconds between attempts to lock while another process compiles the same kernels.
 
 
@@ -118,9 +125,22 @@ def _folders(hashes: Sequence[str]) -> list[str]:
     return sorted(Path(get_cache_manager(h).cache_dir).name for h in hashes)
 
 
+def _import_all() -> None:
+    """Import what every job needs. A missing module is reported by the job itself."""
+    with contextlib.suppress(ImportError):
+        hashing = warm_start.hash_triton()
+        for name in IMPORTED:
+            import_module(name)
+        hashing.join()
+
+
 def main() -> int:
     gc.disable()  # imports and collected kernels create no garbage
-    config = EngineConfig.model_validate_json(sys.stdin.readline())
+    _import_all()  # the process may have been started before its configuration is known
+    if not (line := sys.stdin.readline()):
+        return 0  # nobody needs the job
+    config = EngineConfig.model_validate_json(line)
+    pin_to(config.share.cpus)
     if (target := gpu()) is None:
         return 0
     use_cache(config)
