@@ -64,7 +64,7 @@ class _TargetDriver:
 
 
 @contextmanager
-def _without_dynamo() -> Iterator[None]:
+def without_dynamo() -> Iterator[None]:
     """Keep torch operations on the meta device from importing torch's compiler, which takes as long as torch itself.
 
     Their functions call that compiler's `disable`; inside this context they call a stub that does nothing."""
@@ -95,7 +95,7 @@ def collect(work: Callable[[], None], gpu: Gpu) -> list[Kernel]:
     driver.set_active(_TargetDriver(gpu))
     JITFunction._do_compile = note
     try:
-        with compiling_for(gpu), _without_dynamo():
+        with compiling_for(gpu), without_dynamo():
             work()
     finally:
         JITFunction._do_compile = original

@@ -8,6 +8,7 @@ after another while the engine serves.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -17,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from weft.engine.config import EngineConfig, cache_home, expanded
@@ -182,13 +184,25 @@ def stamp_file(config: EngineConfig, part: str = "") -> Path:
     files += sorted(config.cache_path.glob("gemm-*.json"))  # tuned tiles
     if config.plan.endswith(".json"):
         files.append(expanded(config.plan))
-    for folder in SOURCES:
-        files += sorted(file for file in folder.rglob("*") if file.suffix in (".py", ".json"))
+    digest.update(_digest(files) + _sources())
+    return config.cache_path / f"kernels-{digest.hexdigest()[:16]}{part and '-'}{part}.json"
+
+
+@functools.cache
+def _sources() -> bytes:
+    """Return the digest of the code that determines the kernels, which takes tenths of a second to read."""
+    files = (file for folder in SOURCES for file in folder.rglob("*") if file.suffix in (".py", ".json"))
+    return _digest(sorted(files))
+
+
+def _digest(files: Sequence[Path]) -> bytes:
+    """Return a digest of the files' contents; one that cannot be read counts as empty."""
+    digest = hashlib.sha256()
     for file in files:
         with contextlib.suppress(OSError):
             digest.update(file.read_bytes())
         digest.update(b"\0")
-    return config.cache_path / f"kernels-{digest.hexdigest()[:16]}{part and '-'}{part}.json"
+    return digest.digest()
 
 
 def is_compiled(config: EngineConfig, part: str = "") -> bool:

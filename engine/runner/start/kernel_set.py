@@ -27,7 +27,7 @@ from weft.engine.runner.options.resolve import ResolvedConfig, resolve, served_a
 from weft.engine.runner.start.gemm_tuning import launch_tuning_candidates
 from weft.engine.runner.start.vision import image_pool
 from weft.kernels.attention.triton_backend import TritonAttention
-from weft.kernels.common.compilation import Kernel, collect
+from weft.kernels.common.compilation import Kernel, collect, without_dynamo
 from weft.kernels.common.gpu import Gpu, compiling_for, gpu_device
 from weft.kernels.matmul import tuned
 
@@ -45,7 +45,7 @@ def kernel_parts(config: EngineConfig, gpu: Gpu) -> list[list[Kernel]]:
     spec, _ = choose_spec(config)
     if not spec.native:
         return []
-    with compiling_for(gpu), torch.inference_mode():
+    with compiling_for(gpu), without_dynamo(), torch.inference_mode():
         spec = served_as(spec, config).shard(0, config.tensor_parallel_size)
         resolved = resolve(config, spec)
         if resolved.attention != "triton":
