@@ -61,6 +61,12 @@ class Scene:
         self.given = self.pool.clone()
         self.pool = self.pool.to(device)
 
+    def place(self, state: dict[str, Tensor]) -> None:
+        """Write the state that the last row starts from."""
+        pool = self.pool.cpu()
+        self.layout.write(pool, self.read[-1:], LAYER, state)
+        self.pool.copy_(pool)
+
     @property
     def lengths(self) -> np.ndarray:
         return np.array([row.tokens for row in self.rows])

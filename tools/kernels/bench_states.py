@@ -52,7 +52,7 @@ SWEEPS: dict[str, Sequence[dict[str, int]]] = {
     ],
     "chunk": [
         {"SCAN_COLUMNS": columns, "SCAN_ROWS": columns, "SCAN_WARPS": warps, "SCAN_STAGES": stages}
-        for columns, warps, stages in itertools.product((16, 32, 64), (4, 8), (1, 2, 3))
+        for columns, warps, stages in itertools.product((16, 32), (2, 4, 8), (1, 2, 3))
     ],
 }
 

@@ -4,7 +4,7 @@
 projection's rows. With `before` and `after`, factors of the input and of the output, it is LFM2's whole mixer.
 
 The program that reads a state also writes the new one, which may lie in the same page; of a chunk, that is the program
-of its first block.
+of its first block, and of a second one that begins before the convolution has left the state.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -99,6 +99,46 @@ def _write_state(
 
 
 @triton.jit
+def _convolve(
+    x, stride_x, weight, bias, before, after, stride_gate, out, stride_out, state, some, block, channel, some_channel,
+    K: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Write the outputs of a block. `state` is that of its chunk, if there is `some`."""
+    first = tl.load(block).to(tl.int64)
+    offset = tl.load(block + 3)
+    token = tl.arange(0, BT)
+    mask = (token < tl.load(block + 1))[:, None] & some_channel[None, :]
+    y = tl.zeros([BT, channel.shape[0]], tl.float32)
+    if bias is not None:
+        y += tl.load(bias + channel, mask=some_channel, other=0.0).to(tl.float32)[None, :]
+    if offset < K - 1:  # the first tokens' sums begin with tokens before the chunk
+        for i in tl.static_range(K - 1):
+            column = offset + token + i
+            at = channel[None, :] * (K - 1) + column[:, None]
+            old = tl.load(state + at, mask=mask & some & (column < K - 1)[:, None], other=0.0).to(tl.float32)
+            y += old * tl.load(weight + channel * K + i, mask=some_channel, other=0.0).to(tl.float32)[None, :]
+    own = x + first * stride_x
+    factors = before
+    if before is not None:
+        factors = before + first * stride_gate
+    for i in tl.static_range(K):
+        back = token + (i - (K - 1))
+        value = _input(
+            own, stride_x, factors, stride_gate, back[:, None], channel[None, :],
+            mask & (offset + back >= 0)[:, None],
+        ).to(tl.float32)  # fmt: skip
+        y += value * tl.load(weight + channel * K + i, mask=some_channel, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        y = silu(y)
+    if after is not None:
+        y = y.to(x.dtype.element_ty).to(tl.float32)
+        at = after + first * stride_gate + token[:, None] * stride_gate + channel[None, :]
+        y *= tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    at = out + first * stride_out + token[:, None] * stride_out + channel[None, :]
+    tl.store(at, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _chunks_kernel(
     x, stride_x, weight, bias, before, after, stride_gate, out, stride_out, pool, stride_page, places, read, write,
     kept, chunks, blocks, checkpoints, counts, C, N, K: tl.constexpr, SILU: tl.constexpr, BT: tl.constexpr,
@@ -111,42 +151,23 @@ def _chunks_kernel(
         channel = (task % parts) * BC + tl.arange(0, BC)
         some_channel = channel < C
         block = blocks + (task // parts) * 4
-        first = tl.load(block).to(tl.int64)
         chunk = chunks + tl.load(block + 2) * 8
         offset = tl.load(block + 3)
+        first = tl.load(block).to(tl.int64)
         some = tl.load(chunk + 2) > 0
         row = tl.load(chunk + 3)
         state = unit_at(pool, stride_page, places, 0, read, row, N)
-        token = tl.arange(0, BT)
-        mask = (token < tl.load(block + 1))[:, None] & some_channel[None, :]
-        y = tl.zeros([BT, BC], tl.float32)
-        if bias is not None:
-            y += tl.load(bias + channel, mask=some_channel, other=0.0).to(tl.float32)[None, :]
-        if offset < K - 1:  # the first tokens' sums begin with tokens before the chunk
-            for i in tl.static_range(K - 1):
-                column = offset + token + i
-                at = channel[None, :] * (K - 1) + column[:, None]
-                old = tl.load(state + at, mask=mask & some & (column < K - 1)[:, None], other=0.0).to(tl.float32)
-                y += old * tl.load(weight + channel * K + i, mask=some_channel, other=0.0).to(tl.float32)[None, :]
-        own = x + first * stride_x
-        factors = before
-        if before is not None:
-            factors = before + first * stride_gate
-        for i in tl.static_range(K):
-            back = token + (i - (K - 1))
-            value = _input(
-                own, stride_x, factors, stride_gate, back[:, None], channel[None, :],
-                mask & (offset + back >= 0)[:, None],
-            ).to(tl.float32)  # fmt: skip
-            y += value * tl.load(weight + channel * K + i, mask=some_channel, other=0.0).to(tl.float32)[None, :]
-        if SILU:
-            y = silu(y)
-        if after is not None:
-            y = y.to(x.dtype.element_ty).to(tl.float32)
-            at = after + first * stride_gate + token[:, None] * stride_gate + channel[None, :]
-            y *= tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        at = out + first * stride_out + token[:, None] * stride_out + channel[None, :]
-        tl.store(at, y.to(out.dtype.element_ty), mask=mask)
+        # The first block's program also computes a second block that reads the old state.
+        number = 1
+        if offset == 0:
+            number += ((tl.load(block + 1) < K - 1) & (tl.load(chunk + 5) > 1)).to(tl.int32)
+        elif offset < K - 1:
+            number = 0
+        for i in range(number):
+            _convolve(
+                x, stride_x, weight, bias, before, after, stride_gate, out, stride_out, state, some, block + 4 * i,
+                channel, some_channel, K, SILU, BT,
+            )  # fmt: skip
         if offset == 0:
             for e in range(tl.load(chunk + 6), tl.load(chunk + 7)):
                 tokens = tl.load(checkpoints + 4 * e)

@@ -5,11 +5,10 @@ k, step, gated norm. A task is a key head of a request with some columns of the 
 of a key head to arrive writes the convolution's state of q and k, which all of them read, and applies the norm. The
 kernel is bound by memory: each state is read and written once.
 
-`delta_rule_chunks` follows `conv_chunks`, in two launches. `_blocks_kernel` computes what blocks of 64 tokens need from
-their own tokens, all at the same time: the inverse of the triangular system by forward substitution in blocks of 16
-(products of powers would cancel for similar keys), and with it the values and the reads of the old state. In
-`_scan_kernel` a program carries some columns of a head's state from block to block, writes outputs, and stores
-checkpoints on its way. GEMMs have operands in the model's dtype and float32 sums; a state stays in float32.
+`delta_rule_chunks` follows `conv_chunks`, in two launches: `delta_blocks` prepares blocks of 64 tokens, all at the same
+time. Then in `_scan_kernel` a program carries some columns of a head's state, transposed, from block to block, writes
+outputs, and stores checkpoints on its way. GEMMs have operands in the model's dtype, float32 sums, and at most `ROWS`
+rows. A state stays in float32.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -23,31 +22,24 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.common.dependent_launch import begin, pdl_options, release
-from weft.kernels.common.gpu import is_hopper
 from weft.tools.kernels.states.conv import conv_token, shift_state
+from weft.tools.kernels.states.delta_blocks import blocks_kernel, gates
 from weft.tools.kernels.states.state_pages import (
     BLOCK,
     ChunkWork,
     StateTables,
     StateTensor,
+    before_checkpoint,
     inside,
     live_rows,
     silu,
-    softplus,
     unit_at,
 )
 
 STEP_PROGRAMS, STEP_COLUMNS, STEP_WARPS = 5, 32, 4  # Programs per SM, columns of a state at a time.
-BLOCKS_PROGRAMS = 2
-SCAN_PROGRAMS, SCAN_COLUMNS, SCAN_WARPS, SCAN_STAGES = 2, 32, 4, 2  # Programs per SM, columns of a state per program.
+BLOCKS_PROGRAMS, BLOCKS_WARPS = 2, 4
+SCAN_PROGRAMS, SCAN_COLUMNS, SCAN_WARPS, SCAN_STAGES = 2, 32, 4, 1  # Programs per SM, columns of a state per program.
 NORM_EPS = 1e-6  # Added to the squared lengths of q and k.
-
-
-@triton.jit
-def _gates(a, b, a_log, dt_bias):
-    """Return the logarithm of the decay and the share that is overwritten, float32 (`states.delta_gates`)."""
-    decay = -tl.exp(a_log.to(tl.float32)) * softplus(a.to(tl.float32) + dt_bias.to(tl.float32))
-    return decay, 1.0 / (1.0 + tl.exp(-b.to(tl.float32)))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -89,7 +81,7 @@ def _step_kernel(
             v_channel = 2 * HK * DK + head * DV + j
             v_now = tl.load(token + v_channel, mask=some_j, other=0.0)
             v = conv_token(v_now, conv, weight, bias, v_channel, some_j, some, K, True)
-            decay, beta = _gates(
+            decay, beta = gates(
                 tl.load(a + row * stride_gate + head), tl.load(b + row * stride_gate + head), tl.load(a_log + head),
                 tl.load(dt_bias + head),
             )  # fmt: skip
@@ -171,92 +163,12 @@ def delta_space(
 
 
 @triton.jit
-def _inverse(system, EXACT: tl.constexpr):
-    """Return the inverse `[64, 64]` of 1 + system, which is strictly lower triangular."""
-    tiles = tl.permute(tl.reshape(system, (4, 16, 4, 16)), (0, 2, 1, 3))
-    diagonal = (tl.arange(0, 4)[:, None] == tl.arange(0, 4)[None, :])[:, :, None, None]
-    own = tl.sum(tl.where(diagonal, tiles, 0.0), axis=1)
-    row = tl.arange(0, 16)[None, :, None]
-    column = tl.arange(0, 16)[None, None, :]
-    found = tl.where(row == column, 1.0, 0.0) + tl.zeros([4, 16, 16], tl.float32)
-    for i in range(1, 16):
-        factors = tl.sum(tl.where(row == i, own, 0.0), axis=1)
-        new = tl.sum(factors[:, :, None] * found, axis=1)
-        found = tl.where(row == i, found - new[:, None, :], found)
-    own = tl.reshape(tl.permute(tl.where(diagonal, found[:, None, :, :], 0.0), (0, 2, 1, 3)), (64, 64))
-    i = tl.arange(0, 64)
-    below = tl.where((i // 16)[:, None] > (i // 16)[None, :], system, 0.0)
-    # (1 + step)^-1 = (1 - step)(1 + step^2), because step^4 is zero
-    step = tl.dot(own, below, input_precision=EXACT)
-    twice = own + tl.dot(tl.dot(step, step, input_precision=EXACT), own, input_precision=EXACT)
-    return twice - tl.dot(step, twice, input_precision=EXACT)
-
-
-@triton.jit
-def _inverse_length(x, eps):
-    x = x.to(tl.float32)
-    return tl.rsqrt(tl.sum(x * x, axis=1) + eps)
-
-
-@triton.jit
-def _blocks_kernel(
-    x, stride_x, b, a, stride_gate, a_log, dt_bias, values, reads, within, scales, blocks, counts, q_scale, norm_eps,
-    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr,
-    BT: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    begin(PDL)
-    release(PDL)
-    token = tl.arange(0, BT)
-    i = tl.arange(0, KP)
-    j = tl.arange(0, VP)
-    dtype = x.dtype.element_ty
-    for task in range(tl.program_id(0), tl.load(counts + 1) * HV, tl.num_programs(0)):
-        head = task % HV
-        key_head = head // (HV // HK)
-        block = blocks + (task // HV) * 4
-        first = tl.load(block).to(tl.int64)
-        real = token < tl.load(block + 1)
-        mask = real[:, None] & inside(i, DK, KP)[None, :]
-        at = x + first * stride_x + key_head * DK + (token[:, None] * stride_x + i[None, :])
-        q = tl.load(at, mask=mask, other=0.0)
-        k = tl.load(at + HK * DK, mask=mask, other=0.0)
-        q_length = _inverse_length(q, norm_eps) * q_scale
-        k_length = _inverse_length(k, norm_eps)
-        gate = first * stride_gate + head + token * stride_gate
-        decay, beta = _gates(
-            tl.load(a + gate, mask=real, other=0.0), tl.load(b + gate, mask=real, other=0.0), tl.load(a_log + head),
-            tl.load(dt_bias + head),
-        )  # fmt: skip
-        total = tl.cumsum(tl.where(real, decay, 0.0), axis=0)
-        since = total[:, None] - total[None, :]
-        since = tl.exp(tl.where(token[:, None] >= token[None, :], since, float("-inf"))) * k_length[None, :]
-        place = first * HV + head
-        tl.store(scales + place * 3 + token * (3 * HV), total, mask=real)
-        tl.store(scales + place * 3 + token * (3 * HV) + 1, q_length * tl.exp(total), mask=real)
-        tl.store(scales + place * 3 + token * (3 * HV) + 2, k_length, mask=real)
-        weights = tl.dot(q, tl.trans(k), input_precision=EXACT) * since * q_length[:, None]
-        own = within + place * BT + (token[:, None] * (HV * BT) + token[None, :])
-        tl.store(own, weights.to(dtype), mask=real[:, None])
-        system = tl.dot(k, tl.trans(k), input_precision=EXACT) * since * (beta * k_length)[:, None]
-        solved = _inverse(tl.where(token[:, None] > token[None, :], system, 0.0), EXACT) * beta[None, :]
-        factors = (solved * (k_length * tl.exp(total))[None, :]).to(dtype)
-        looked = tl.dot(factors, tl.load(at + HK * DK, mask=mask, other=0.0), input_precision=EXACT)
-        own = reads + place * DK + (token[:, None] * (HV * DK) + i[None, :])
-        tl.store(own, looked.to(dtype), mask=mask)
-        mask = real[:, None] & inside(j, DV, VP)[None, :]
-        at = x + first * stride_x + (2 * HK * DK + head * DV) + (token[:, None] * stride_x + j[None, :])
-        value = tl.dot(solved.to(dtype), tl.load(at, mask=mask, other=0.0), input_precision=EXACT)
-        own = values + place * DV + (token[:, None] * (HV * DV) + j[None, :])
-        tl.store(own, value.to(dtype), mask=mask)
-
-
-@triton.jit
 def _through_block(
     s, x, stride_x, values, reads, within, scales, first, tokens, some, head, column, HK: tl.constexpr,
     HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, BT: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Return the outputs of a block of `tokens` and the state after `some` of them, from the state `s` before."""
+    """Return the outputs of a block of `tokens` and the state after `some` of them, from the state `s [V, K]`."""
     token = tl.arange(0, BT)
     i = tl.arange(0, KP)
     j = column + tl.arange(0, BV)
@@ -270,19 +182,19 @@ def _through_block(
     k_scale = tl.load(scale + 2, mask=real, other=0.0)
     rounded = s.to(dtype)
     looked = tl.load(reads + place * DK + (token[:, None] * (HV * DK) + i[None, :]), mask=keyed, other=0.0)
-    own = values + place * DV + (token[:, None] * (HV * DV) + j[None, :])
-    new = tl.load(own, mask=real[:, None] & inside(j, DV, BV)[None, :], other=0.0).to(tl.float32)
-    new -= tl.dot(looked, rounded, input_precision=EXACT)
+    own = values + place * DV + (token[None, :] * (HV * DV) + j[:, None])
+    new = tl.load(own, mask=real[None, :] & inside(j, DV, BV)[:, None], other=0.0).to(tl.float32)
+    new -= tl.dot(rounded, tl.trans(looked), input_precision=EXACT)
     at = x + first * stride_x + head // (HV // HK) * DK + (token[:, None] * stride_x + i[None, :])
     q = tl.load(at, mask=keyed, other=0.0)
-    y = tl.dot(q, rounded, input_precision=EXACT) * q_scale[:, None]
+    y = tl.dot(rounded, tl.trans(q), input_precision=EXACT) * q_scale[None, :]
     own = within + place * BT + (token[:, None] * (HV * BT) + token[None, :])
     weights = tl.load(own, mask=real[:, None], other=0.0)
-    y = tl.dot(weights, new.to(dtype), y, input_precision=EXACT)
+    y = tl.dot(new.to(dtype), tl.trans(weights), y, input_precision=EXACT)
     last = tl.load(scales + place * 3 + (some - 1) * (3 * HV))
     each = tl.where(token < some, tl.exp(tl.minimum(last - total, 0.0)) * k_scale, 0.0)
     k = tl.load(at + HK * DK, mask=keyed, other=0.0)
-    s = tl.dot(tl.trans(k), (new * each[:, None]).to(dtype), s * tl.exp(last), input_precision=EXACT)
+    s = tl.dot((new * each[None, :]).to(dtype), k, s * tl.exp(last), input_precision=EXACT)
     return y, s
 
 
@@ -304,33 +216,32 @@ def _scan_kernel(
         j = column + tl.arange(0, BV)
         chunk = chunks + task // (HV * PARTS) * 8
         row = tl.load(chunk + 3)
-        tile = i[:, None] * DV + j[None, :]
-        mask = inside(i, DK, KP)[:, None] & inside(j, DV, BV)[None, :]
+        tile = i[None, :] * DV + j[:, None]
+        mask = inside(i, DK, KP)[None, :] & inside(j, DV, BV)[:, None]
         state = unit_at(pool, stride_page, places, head, read, row, N)
         s = tl.load(state + tile, mask=mask & (tl.load(chunk + 2) > 0), other=0.0).to(tl.float32)
         index = tl.load(chunk + 4)
         end = index + tl.load(chunk + 5)
+        first_checkpoint = tl.load(chunk + 6)
         last_checkpoint = tl.load(chunk + 7)
-        for e in range(tl.load(chunk + 6), last_checkpoint + 1):
+        for e in range(first_checkpoint, last_checkpoint + 1):
+            start = index
+            if e > first_checkpoint:
+                start, _ = before_checkpoint(checkpoints, blocks, e - 1)
             stop = end
             some = 0
             if e < last_checkpoint:
-                stop = tl.load(checkpoints + 4 * e + 3)
-                some = tl.load(checkpoints + 4 * e + 1)
-                if some == tl.load(blocks + 4 * stop + 1):
-                    stop += 1
-                    some = 0
-            for at in tl.range(index, stop, num_stages=STAGES):
+                stop, some = before_checkpoint(checkpoints, blocks, e)
+            for at in tl.range(start, stop, num_stages=STAGES):
                 first = tl.load(blocks + 4 * at).to(tl.int64)
                 tokens = tl.load(blocks + 4 * at + 1)
                 y, s = _through_block(
                     s, x, stride_x, values, reads, within, scales, first, tokens, tokens, head, column, HK, HV, DK, DV,
                     KP, BV, BT, EXACT,
                 )  # fmt: skip
-                own = out + first * stride_out + head * DV + (token[:, None] * stride_out + j[None, :])
-                written = (token < tokens)[:, None] & inside(j, DV, BV)[None, :]
+                own = out + first * stride_out + head * DV + (token[None, :] * stride_out + j[:, None])
+                written = (token < tokens)[None, :] & inside(j, DV, BV)[:, None]
                 tl.store(own, y.to(out.dtype.element_ty), mask=written)
-            index = tl.maximum(stop, index)
             held = s
             if some > 0:  # inside a block
                 _, held = _through_block(
@@ -362,10 +273,10 @@ def delta_rule_chunks(
     key_block = max(16, triton.next_power_of_2(key_width))
     shape = {"HK": key_heads, "HV": heads, "DK": key_width, "DV": value_width, "KP": key_block, "BT": BLOCK}
     blocks, chunks = work.blocks.shape[0], work.chunks.shape[0]
-    _blocks_kernel[(max(1, min(blocks * heads, BLOCKS_PROGRAMS * num_sms)),)](
+    blocks_kernel[(max(1, min(blocks * heads, BLOCKS_PROGRAMS * num_sms)),)](
         x, x.stride(0), b, a, b.stride(0), a_log, dt_bias, space.values, space.reads, space.within, space.scales,
         work.blocks, work.counts, key_width**-0.5, NORM_EPS, VP=max(16, triton.next_power_of_2(value_width)),
-        EXACT=exact, num_warps=4 if is_hopper() else 8, **shape, **pdl_options(),
+        EXACT=exact, num_warps=BLOCKS_WARPS, **shape, **pdl_options(),
     )  # fmt: skip
     columns = min(SCAN_COLUMNS, max(16, triton.next_power_of_2(value_width)))
     tasks = chunks * heads * triton.cdiv(value_width, columns)

@@ -2,8 +2,8 @@
 
 The channels of a token are x of all heads, then B and C of all groups. In `ssd_step` a task is a head of a request. In
 `ssd_chunks` a program carries some rows of a head's state from block to block of 64 tokens, writes outputs, and stores
-checkpoints on its way; GEMMs have operands in the model's dtype and float32 sums. A state stays in float32. The gated
-norm follows both (`gated_norm`): its groups span heads.
+checkpoints on its way; GEMMs have operands in the model's dtype, float32 sums, and at most `ROWS` rows. A state stays
+in float32. The gated norm follows both (`gated_norm`): its groups span heads.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -17,17 +17,21 @@ from torch import Tensor
 from weft.kernels.common.dependent_launch import begin, pdl_options, release
 from weft.tools.kernels.states.state_pages import (
     BLOCK,
+    ROWS,
     ChunkWork,
     StateTables,
     StateTensor,
+    before_checkpoint,
     inside,
     live_rows,
+    rows_of,
     softplus,
     unit_at,
 )
 
 STEP_PROGRAMS, STEP_WARPS = 3, 4  # Programs per SM.
-SCAN_PROGRAMS, SCAN_ROWS, SCAN_WARPS, SCAN_STAGES = 2, 32, 8, 2  # Programs per SM, rows of a state per program.
+SCAN_PROGRAMS, SCAN_ROWS, SCAN_WARPS, SCAN_STAGES = 2, 32, 4, 1  # Programs per SM, rows of a state per program.
+FLOAT32_GEMMS = "tf32x3"
 NO_LIMITS = (0.0, float("inf"))
 
 
@@ -76,7 +80,7 @@ def _through_block(
     G: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, SP: tl.constexpr, BT: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Return the outputs of a block of `tokens` and the state after `some` of them, from the state `s [S, P]`."""
+    """Return the outputs of a block of `tokens` and the state after `some` of them, from the state `s [P, S]`."""
     token = tl.arange(0, BT)
     i = column + tl.arange(0, BP)
     j = tl.arange(0, SP)
@@ -85,26 +89,31 @@ def _through_block(
     step = tl.load(dt + first * stride_dt + head + token * stride_dt, mask=real, other=0.0)
     step = tl.where(real, _time_step(step, step_bias, least, most), 0.0)
     total = tl.cumsum(a * step, axis=0)
-    own = x + first * stride_x
-    value = tl.load(
-        own + head * P + (token[:, None] * stride_x + i[None, :]), mask=real[:, None] & inside(i, P, BP)[None, :],
-        other=0.0,
-    )  # fmt: skip
-    at = own + (H * P + head // (H // G) * S) + (token[:, None] * stride_x + j[None, :])
-    grouped = real[:, None] & inside(j, S, SP)[None, :]
-    b = tl.load(at, mask=grouped, other=0.0)
-    c = tl.load(at + G * S, mask=grouped, other=0.0)
-    y = tl.dot(c, s.to(dtype), input_precision=EXACT) * tl.exp(total)[:, None]
-    weights = tl.dot(c, tl.trans(b), input_precision=EXACT)
-    since = tl.where(token[:, None] >= token[None, :], total[:, None] - total[None, :], float("-inf"))
-    weights *= tl.exp(since) * step[None, :]
-    y = tl.dot(weights.to(dtype), value, y, input_precision=EXACT)
-    if d is not None:
-        y += value.to(tl.float32) * tl.load(d + head).to(tl.float32)
     last = tl.sum(tl.where(token == some - 1, total, 0.0), axis=0)
-    each = tl.where(token < some, tl.exp(tl.minimum(last - total, 0.0)) * step, 0.0)
-    each = (value.to(tl.float32) * each[:, None]).to(dtype)
-    s = tl.dot(tl.trans(b), each, s * tl.exp(last), input_precision=EXACT)
+    own = x + first * stride_x
+    values = own + head * P + i[:, None]
+    keys = own + (H * P + head // (H // G) * S) + j[None, :]
+    c = tl.load(
+        keys + G * S + token[:, None] * stride_x, mask=real[:, None] & inside(j, S, SP)[None, :], other=0.0
+    )  # fmt: skip
+    y = tl.dot(s.to(dtype), tl.trans(c), input_precision=EXACT) * tl.exp(total)[None, :]
+    if d is not None:
+        value = tl.load(values + token[None, :] * stride_x, mask=real[None, :] & inside(i, P, BP)[:, None], other=0.0)
+        y += value.to(tl.float32) * tl.load(d + head).to(tl.float32)
+    s *= tl.exp(last)
+    for part in tl.static_range(BT // ROWS):
+        source = part * ROWS + tl.arange(0, ROWS)
+        there = source < tokens
+        value = tl.load(values + source[None, :] * stride_x, mask=there[None, :] & inside(i, P, BP)[:, None], other=0.0)
+        b = tl.load(
+            keys + source[:, None] * stride_x, mask=there[:, None] & inside(j, S, SP)[None, :], other=0.0
+        )  # fmt: skip
+        step_there, total_there = rows_of(step, part, ROWS), rows_of(total, part, ROWS)
+        since = tl.where(token[None, :] >= source[:, None], total[None, :] - total_there[:, None], float("-inf"))
+        weights = tl.dot(b, tl.trans(c), input_precision=EXACT) * tl.exp(since) * step_there[:, None]
+        y = tl.dot(value, weights.to(dtype), y, input_precision=EXACT)
+        each = tl.where(source < some, tl.exp(tl.minimum(last - total_there, 0.0)) * step_there, 0.0)
+        s = tl.dot((value.to(tl.float32) * each[None, :]).to(dtype), b, s, input_precision=EXACT)
     return y, s
 
 
@@ -126,35 +135,34 @@ def _scan_kernel(
         i = column + tl.arange(0, BP)
         chunk = chunks + task // (H * PARTS) * 8
         row = tl.load(chunk + 3)
-        tile = i[None, :] * S + j[:, None]
-        mask = inside(i, P, BP)[None, :] & inside(j, S, SP)[:, None]
+        tile = i[:, None] * S + j[None, :]
+        mask = inside(i, P, BP)[:, None] & inside(j, S, SP)[None, :]
         state = unit_at(pool, stride_page, places, head, read, row, N)
         s = tl.load(state + tile, mask=mask & (tl.load(chunk + 2) > 0), other=0.0).to(tl.float32)
         a = -tl.exp(tl.load(a_log + head).to(tl.float32))
         step_bias = tl.load(dt_bias + head)
         index = tl.load(chunk + 4)
         end = index + tl.load(chunk + 5)
+        first_checkpoint = tl.load(chunk + 6)
         last_checkpoint = tl.load(chunk + 7)
-        for e in range(tl.load(chunk + 6), last_checkpoint + 1):
+        for e in range(first_checkpoint, last_checkpoint + 1):
+            start = index
+            if e > first_checkpoint:
+                start, _ = before_checkpoint(checkpoints, blocks, e - 1)
             stop = end
             some = 0
             if e < last_checkpoint:
-                stop = tl.load(checkpoints + 4 * e + 3)
-                some = tl.load(checkpoints + 4 * e + 1)
-                if some == tl.load(blocks + 4 * stop + 1):
-                    stop += 1
-                    some = 0
-            for at in tl.range(index, stop, num_stages=STAGES):
+                stop, some = before_checkpoint(checkpoints, blocks, e)
+            for at in tl.range(start, stop, num_stages=STAGES):
                 first = tl.load(blocks + 4 * at).to(tl.int64)
                 tokens = tl.load(blocks + 4 * at + 1)
                 y, s = _through_block(
                     s, x, stride_x, dt, stride_dt, step_bias, a, d, first, tokens, tokens, head, column, least, most, H,
                     G, P, S, BP, SP, BT, EXACT,
                 )  # fmt: skip
-                own = out + first * stride_out + head * P + (token[:, None] * stride_out + i[None, :])
-                written = (token < tokens)[:, None] & inside(i, P, BP)[None, :]
+                own = out + first * stride_out + head * P + (token[None, :] * stride_out + i[:, None])
+                written = (token < tokens)[None, :] & inside(i, P, BP)[:, None]
                 tl.store(own, y.to(out.dtype.element_ty), mask=written)
-            index = tl.maximum(stop, index)
             held = s
             if some > 0:  # inside a block
                 _, held = _through_block(
@@ -205,7 +213,7 @@ def ssd_chunks(
         x, x.stride(0), dt, dt.stride(0), dt_bias, a_log, d, out, out.stride(0), state.pool, state.pool.stride(0),
         state.places, tables.read, tables.write, work.pages, work.chunks, work.blocks, work.checkpoints, work.counts,
         tables.read.shape[1], *limit, **shape, BP=rows, SP=max(16, triton.next_power_of_2(shape["S"])), BT=BLOCK,
-        EXACT="tf32x3" if x.dtype == torch.float32 else "tf32", STAGES=SCAN_STAGES if x.element_size() == 2 else 1,
+        EXACT=FLOAT32_GEMMS if x.dtype == torch.float32 else "tf32", STAGES=SCAN_STAGES if x.element_size() == 2 else 1,
         num_warps=SCAN_WARPS, **pdl_options(),
     )  # fmt: skip
     return out

@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 BLOCK = 64  # Tokens of a block; blocks begin at absolute multiples, so that bits do not depend on how prompts are cut.
+ROWS = tl.constexpr(32)
+"""Rows of a GEMM's tile. From 64 rows on, Triton uses `wgmma` on a Hopper GPU. In scans Triton 3.6 then read operands
+beyond their shared memory, or computed wrong values (measured on an H200; also triton-lang/triton#11366)."""
 CHUNK_FIELDS, BLOCK_FIELDS, CHECKPOINT_FIELDS = 8, 4, 4
 
 
@@ -129,6 +132,18 @@ def unit_at(pool, stride_page, places, unit, table, row, N):
 
 
 @triton.jit
+def before_checkpoint(checkpoints, blocks, e):
+    """Return the block up to which whole blocks precede a checkpoint, and how many tokens of that block do.
+
+    A scan loads this for each part of a chunk. Triton 3.6 drops the update of a block index that is carried from part
+    to part."""
+    block = tl.load(checkpoints + 4 * e + 3)
+    some = tl.load(checkpoints + 4 * e + 1)
+    whole = some == tl.load(blocks + 4 * block + 1)
+    return block + whole.to(tl.int32), tl.where(whole, 0, some)
+
+
+@triton.jit
 def inside(index, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Return whether indices are below SIZE; known when compiled if whole blocks cover it."""
     if SIZE % BLOCK == 0:
@@ -157,3 +172,11 @@ def live_rows(count, rows):
         return tl.minimum(tl.load(count), rows)
     else:
         return rows
+
+
+@triton.jit
+def rows_of(values, part, ROWS: tl.constexpr):
+    """Return rows [part * ROWS, (part + 1) * ROWS) of a vector."""
+    PARTS: tl.constexpr = values.shape[0] // ROWS
+    apart = tl.reshape(values, (PARTS, ROWS))
+    return tl.sum(tl.where(tl.arange(0, PARTS)[:, None] == part, apart, 0.0), axis=0)
