@@ -26,6 +26,14 @@ def begin(PDL: tl.constexpr):
 
 
 @triton.jit
+def begin_with_previous(PDL: tl.constexpr):
+    """In place of `begin`, which then comes later: the previous kernel is released only after its own `begin`, so all
+    older kernels have ended. The fence drops what this SM's L1 cache has of their data."""
+    if PDL:
+        tl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def release(PDL: tl.constexpr):
     """Let the next kernel start and prefetch as far as resources allow; its `begin` still waits for this kernel's end.
 

@@ -30,6 +30,12 @@ def await_previous():
 
 
 @gluon.jit
+def start_with_previous():
+    """Like `dependent_launch.begin_with_previous`."""
+    gl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def skip_stages(full, empty, count, steps, STAGES: gl.constexpr):
     """Release the stages of a tile if all its rows belong to the other warpgroup. Returns the advanced count."""
     for _ in range(steps):

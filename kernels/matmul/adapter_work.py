@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,6 +27,46 @@ def tile_rows(tokens: int) -> int:
 def max_items(tokens: int, slots: int) -> int:
     """Return the most items of a token bucket. Each slot, and rows without an adapter, may end with a partial tile."""
     return min(tokens, -(-tokens // tile_rows(tokens)) + slots + 1)
+
+
+STEP_COLUMNS = 64  # Columns of a step of `tile_steps`.
+STRIPE = 64  # Rows of `used_slots`.
+
+
+def column_blocks(slots: int, width: int) -> int:
+    """Return the blocks of `STEP_COLUMNS` columns of this many slots with `width` columns each."""
+    return -(-slots * width // STEP_COLUMNS)
+
+
+@functools.cache
+def _blocks_of(slots: int, width: int) -> NDArray[np.float32]:
+    """Return `[slots, blocks]`: 1 where a slot has columns in a block."""
+    blocks = np.zeros((slots, column_blocks(slots, width)), np.float32)
+    for slot in range(slots):
+        blocks[slot, slot * width // STEP_COLUMNS : ((slot + 1) * width - 1) // STEP_COLUMNS + 1] = 1
+    return blocks
+
+
+def used_slots(slot_of: I32, slots: int) -> NDArray[np.bool_]:
+    """Return which slots each stripe of `STRIPE` rows has. slot_of `[n]`; -1: none."""
+    used = np.zeros((-(-len(slot_of) // STRIPE), slots + 1), bool)
+    used[np.arange(len(slot_of)) // STRIPE, slot_of] = True
+    return used[:, :slots]
+
+
+def tile_steps(used: NDArray[np.bool_], rows: int, width: int) -> tuple[I32, I32]:
+    """Return which blocks of `STEP_COLUMNS` columns each tile of this many rows uses, and how many.
+
+    used: of `used_slots`; slot s has columns `s * width ..`. Blocks of a tile come first in its row of `[tiles,
+    blocks]`."""
+    stripes, slots = used.shape
+    each = rows // STRIPE
+    tiles = -(-stripes // each)
+    padded = np.zeros((tiles * each, slots), np.float32)
+    padded[:stripes] = used
+    blocks = padded.reshape(tiles, each, slots).max(1) @ _blocks_of(slots, width) > 0
+    steps = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
+    return steps, blocks.sum(1).astype(np.int32)
 
 
 def sort_rows(slot_of: I32, ranks: I32, tokens: int) -> tuple[I32, I32, tuple[int, int]]:

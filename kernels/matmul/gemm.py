@@ -6,22 +6,38 @@ from typing import Any
 
 from torch import Tensor
 
+from weft.kernels.common.gpu import is_hopper
 from weft.kernels.matmul import gemm_triton
-from weft.kernels.matmul.gemm_config import GemmConfig
+from weft.kernels.matmul.adapter_depth import More
+from weft.kernels.matmul.gemm_config import SPECIAL, GemmConfig
 from weft.kernels.matmul.gemm_launch import Launch, Workspace, check_operands, launch_of
+
+
+def _for_more(kind: str, launch: Launch, a: Tensor, out: Tensor, fields: dict[str, Any]) -> Launch:
+    """Return a launch with the same bits that is faster with further depth: loops of plain Triton are not pipelined
+    across tiles then. Not for "residual", whose sums of squares would have another order."""
+    tiles = launch.config[:3] == SPECIAL[:3] and not launch.config.swap and launch.split == 1
+    able = kind == "gate_up" or (kind == "linear" and out.dtype == a.dtype and "SOFTCAP" not in fields)
+    if tiles and able and is_hopper():
+        return launch._replace(config=launch.config._replace(special=True))
+    return launch
 
 
 def run_gemm(
     kind: str, launch: Launch, a: Tensor, weight: Tensor, out: Tensor, num_tokens: Tensor | None,
-    space: Workspace | None, x: Tensor | None = None, **fields: Any,
+    space: Workspace | None, x: Tensor | None = None, more: More | None = None, **fields: Any,
 ) -> None:  # fmt: skip
-    """Run a GEMM with epilogue `kind` on the kernel that `launch.config` names; see each `product_kernel`."""
+    """Run a GEMM with epilogue `kind` on the kernel that `launch.config` names; see each `product_kernel`.
+
+    more: its further depth for LoRA adapters."""
+    if more is not None:
+        launch = _for_more(kind, launch, a, out, fields)
     if launch.config.special:
         from weft.kernels.matmul import gemm_hopper
 
-        gemm_hopper.launch_gemm(kind, launch, a, weight, out, num_tokens, x, **fields)
+        gemm_hopper.launch_gemm(kind, launch, a, weight, out, num_tokens, x, more, **fields)
     else:
-        gemm_triton.launch_gemm(kind, launch, a, weight, out, num_tokens, space, x, **fields)
+        gemm_triton.launch_gemm(kind, launch, a, weight, out, num_tokens, space, x, more, **fields)
 
 
 def matmul(

@@ -29,10 +29,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from weft.kernels.common.hopper import follow_previous, live_tokens, load_operands, load_tile, ring_barriers, store_tile
+from weft.kernels.common.hopper import (
+    await_previous,
+    follow_previous,
+    let_next_start,
+    live_tokens,
+    load_operands,
+    load_tile,
+    ring_barriers,
+    start_with_previous,
+    store_tile,
+)
+from weft.kernels.matmul.adapter_depth import More
 from weft.kernels.matmul.gemm_activations import activate, gate_with
 from weft.kernels.matmul.gemm_launch import Launch
-from weft.kernels.matmul.gemm_tiles import rotated, tile_of
+from weft.kernels.matmul.gemm_tiles import rotated, uneven_tile_of
 
 BLOCK_TOKENS, BLOCK_FEATURES, BLOCK_DEPTH = 128, 256, 64
 
@@ -80,14 +91,16 @@ def _divide_wave(tiles, KIND: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    a, w, w_half, x, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, tiles_m, tiles_n, steps,
+    a, w, w_half, x, more, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, tiles_m, tiles_n, steps,
     KIND: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+    MORE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     count = 0
     turn = 0
+    terms, b, b_half, more_steps, more_counts = more
     whole, halves = _divide_wave(tiles_m * tiles_n, KIND)
     for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
-        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP)
+        tile_m, tile_n = uneven_tile_of(tile, tiles_m, tiles_n, GROUP, MORE)
         for step in range(steps):
             count = load_operands(a, w, tile_m * 128, tile_n * BN, step, a_smem, w_smem, full, empty, count, BK,
                                   (128 + BN) * BK * 2, STAGES)  # fmt: skip
@@ -97,10 +110,17 @@ def _produce(
                         mbarrier.wait(x_empty.index(half), (turn & 1) ^ 1)
                         mbarrier.expect(x_full.index(half), 64 * BN * 2)
                         load_tile(x, [tile_m * 128 + half * 64, tile_n * BN], x_full.index(half), io_smem.index(half))
+        if MORE > 0:
+            if PDL:
+                await_previous()
+            for i in range(gl.load(more_counts + tile_m)):
+                step = gl.load(more_steps + tile_m * MORE + i)
+                count = load_operands(terms, b, tile_m * 128, tile_n * BN, step, a_smem, w_smem, full, empty, count, BK,
+                                      (128 + BN) * BK * 2, STAGES)  # fmt: skip
         turn += 1  # noqa: SIM113
     if KIND == "qkv":  # noqa: SIM102 (the outer one is settled when compiled)
         if gl.program_id(0) < halves:
-            tile_m, tile_n = tile_of(whole + gl.program_id(0) // 2, tiles_m, tiles_n, GROUP)
+            tile_m, tile_n = uneven_tile_of(whole + gl.program_id(0) // 2, tiles_m, tiles_n, GROUP, MORE)
             col = tile_n * BN + gl.program_id(0) % 2 * (BN // 2)
             for step in range(steps):
                 stage = count % STAGES
@@ -109,6 +129,19 @@ def _produce(
                 load_tile(a, [tile_m * 128, step * BK], full.index(stage), a_smem.index(stage))
                 load_tile(w_half, [col, step * BK], full.index(stage), w_smem.index(stage).slice(0, BN // 2))
                 count += 1
+            if MORE > 0:
+                if PDL:
+                    await_previous()
+                for i in range(gl.load(more_counts + tile_m)):
+                    step = gl.load(more_steps + tile_m * MORE + i)
+                    stage = count % STAGES
+                    mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+                    mbarrier.expect(full.index(stage), (128 + BN // 2) * BK * 2)
+                    load_tile(terms, [tile_m * 128, step * BK], full.index(stage), a_smem.index(stage))
+                    load_tile(b_half, [col, step * BK], full.index(stage), w_smem.index(stage).slice(0, BN // 2))
+                    count += 1
+    if MORE > 0 and PDL:
+        await_previous()  # a program without a tile may not end before the previous kernel either
 
 
 @gluon.jit
@@ -239,12 +272,20 @@ def with_bias(y, bias, col, N, HAS_BIAS: gl.constexpr, L: gl.constexpr):
 
 
 @gluon.jit
+def all_steps(steps, counts, tile_m, MORE: gl.constexpr):
+    """Return the steps of a tile, those of further depth included."""
+    if MORE > 0:
+        steps += gl.load(counts + tile_m)
+    return steps
+
+
+@gluon.jit
 def _consume(
     out, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, live, tiles_m, tiles_n, steps, N, K,
-    sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, layer, layers, q_norm, k_norm, WG: gl.constexpr,
+    sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, layer, layers, q_norm, k_norm, more, WG: gl.constexpr,
     KIND: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     PARTS: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_NORM: gl.constexpr, DTYPE: gl.constexpr, ACT: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_NORM: gl.constexpr, DTYPE: gl.constexpr, ACT: gl.constexpr, MORE: gl.constexpr,
 ):  # fmt: skip
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     HALF: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN // 2, 16])
@@ -256,7 +297,7 @@ def _consume(
     # both halves of a tile begin a head: they rotate by the same angles
     lane = gl.arange(0, BN // 2, layout=gl.SliceLayout(0, HALF))
     for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
-        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP)
+        tile_m, tile_n = uneven_tile_of(tile, tiles_m, tiles_n, GROUP, MORE)
         row0 = tile_m * 128 + WG * 64
         if (KIND == "gate_up" or KIND == "linear") and PARTS > 0:
             rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
@@ -266,7 +307,8 @@ def _consume(
             scale, cos_sin = _qkv_rows(
                 sumsq, rows, live, stride_sumsq, K, eps, positions, rotary, lane, PARTS, D
             )  # fmt: skip
-        acc, count = multiply(a_smem, w_smem, full, empty, count, steps, WG, BN, ACC, BN, STAGES)
+        own = all_steps(steps, more[4], tile_m, MORE)
+        acc, count = multiply(a_smem, w_smem, full, empty, count, own, WG, BN, ACC, BN, STAGES)
 
         if KIND == "plain":
             tma.store_wait(0)
@@ -315,14 +357,15 @@ def _consume(
         turn += 1  # noqa: SIM113
     if KIND == "qkv":  # noqa: SIM102
         if gl.program_id(0) < halves:
-            tile_m, tile_n = tile_of(whole + gl.program_id(0) // 2, tiles_m, tiles_n, GROUP)
+            tile_m, tile_n = uneven_tile_of(whole + gl.program_id(0) // 2, tiles_m, tiles_n, GROUP, MORE)
             col0 = tile_n * BN + gl.program_id(0) % 2 * (BN // 2)
             row0 = tile_m * 128 + WG * 64
             rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, HALF))
             scale, cos_sin = _qkv_rows(
                 sumsq, rows, live, stride_sumsq, K, eps, positions, rotary, lane, PARTS, D
             )  # fmt: skip
-            acc, count = multiply(a_smem, w_smem, full, empty, count, steps, WG, BN // 2, HALF, BN, STAGES)
+            own = all_steps(steps, more[4], tile_m, MORE)
+            acc, count = multiply(a_smem, w_smem, full, empty, count, own, WG, BN // 2, HALF, BN, STAGES)
             slot_rows = row0 + gl.arange(0, 64, layout=gl.SliceLayout(1, ROWS))
             page_row = page_rows(slots, slot_rows, live, layer, layers, PAGE)
             _qkv_piece(acc, col0, lane, scale, cos_sin, io, slot_rows, out, kv, page_row, live, eps, bias, q_norm,
@@ -333,10 +376,11 @@ def _consume(
 @gluon.jit(do_not_specialize=["M", "layer", "stride_sumsq"])
 def product_kernel(
     a, w, w_half, x, out, num_tokens, M, N, K, sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, layer,
-    layers, q_norm, k_norm,
+    layers, q_norm, k_norm, terms, b, b_half, more_steps, more_counts,
     KIND: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, PARTS: gl.constexpr,
     HQ: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_NORM: gl.constexpr, HAS_COUNT: gl.constexpr, DTYPE: gl.constexpr, ACT: gl.constexpr, PDL: gl.constexpr,
+    MORE: gl.constexpr,
 ):  # fmt: skip
     BN: gl.constexpr = 256
     BK: gl.constexpr = 64
@@ -351,21 +395,28 @@ def product_kernel(
     x_full, x_empty = full, empty
     if KIND == "residual":
         x_full, x_empty = ring_barriers(2, 1)
-    follow_previous(PDL)
+    if MORE == 0:
+        follow_previous(PDL)
+    elif PDL:
+        start_with_previous()  # `shrink_terms`
+        let_next_start()
     live = live_tokens(num_tokens, M, HAS_COUNT)
     tiles_m = gl.cdiv(live, 128)
     tiles_n = gl.cdiv(N, BN)
     steps = gl.cdiv(K, BK)
+    more = (terms, b, b_half, more_steps, more_counts)
     gl.warp_specialize(
         [
             (_consume, (out, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, live, tiles_m, tiles_n, steps, N, K,
-                        sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, layer, layers, q_norm, k_norm, 0,
-                        KIND, BN, STAGES, GROUP, PARTS, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, DTYPE, ACT)),
+                        sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, layer, layers, q_norm, k_norm,
+                        more, 0, KIND, BN, STAGES, GROUP, PARTS, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, DTYPE, ACT,
+                        MORE)),
             (_consume, (out, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, live, tiles_m, tiles_n, steps, N, K,
-                        sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, layer, layers, q_norm, k_norm, 1,
-                        KIND, BN, STAGES, GROUP, PARTS, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, DTYPE, ACT)),
-            (_produce, (a, w, w_half, x, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, tiles_m, tiles_n,
-                        steps, KIND, BN, BK, STAGES, GROUP)),
+                        sumsq, stride_sumsq, eps, bias, rotary, positions, slots, kv, layer, layers, q_norm, k_norm,
+                        more, 1, KIND, BN, STAGES, GROUP, PARTS, HQ, HKV, D, PAGE, HAS_BIAS, HAS_NORM, DTYPE, ACT,
+                        MORE)),
+            (_produce, (a, w, w_half, x, more, a_smem, w_smem, io_smem, full, empty, x_full, x_empty, tiles_m, tiles_n,
+                        steps, KIND, BN, BK, STAGES, GROUP, MORE, PDL)),
         ],
         [4, 1],
         [240, 24],
@@ -381,7 +432,7 @@ _FIELDS: dict[str, Any] = dict.fromkeys(
 
 def launch_gemm(
     kind: str, launch: Launch, a: Tensor, weight: Tensor, out: Tensor, num_tokens: Tensor | None,
-    x: Tensor | None = None, **fields: Any,
+    x: Tensor | None = None, more: More | None = None, **fields: Any,
 ) -> None:  # fmt: skip
     """Run `product_kernel` for a `kind`; `fields` are the epilogue's inputs."""
 
@@ -389,12 +440,21 @@ def launch_gemm(
         return TensorDescriptor.from_tensor(tensor, [rows, cols], SHARED)
 
     width = BLOCK_FEATURES // 2 if kind == "gate_up" else BLOCK_FEATURES
+    terms: tuple[Any, ...] = (None,) * 5
+    if more is not None:
+        halved = tiles(more.b, BLOCK_FEATURES // 2, BLOCK_DEPTH) if kind == "qkv" else None
+        terms = (
+            tiles(more.terms, BLOCK_TOKENS, BLOCK_DEPTH), tiles(more.b, BLOCK_FEATURES, BLOCK_DEPTH), halved,
+            *more.steps[BLOCK_TOKENS],
+        )  # fmt: skip
     stages = 3 if kind in ("plain", "linear", "residual") else 4  # next to a tile of the epilogue
     product_kernel[launch.grid](
         tiles(a, BLOCK_TOKENS, BLOCK_DEPTH), tiles(weight, BLOCK_FEATURES, BLOCK_DEPTH),
         tiles(weight, BLOCK_FEATURES // 2, BLOCK_DEPTH) if kind == "qkv" else None,
         None if x is None else tiles(x, 64, BLOCK_FEATURES), out if kind == "qkv" else tiles(out, 64, width),
         num_tokens, a.shape[0], weight.shape[0], a.shape[1], **(_FIELDS | fields),
+        **dict(zip(("terms", "b", "b_half", "more_steps", "more_counts"), terms, strict=True)),
+        MORE=0 if more is None else more.steps[BLOCK_TOKENS].blocks.shape[1],
         KIND=kind, STAGES=stages, GROUP=launch.config.group, HAS_BIAS=fields.get("bias") is not None,
         HAS_NORM=fields.get("q_norm") is not None, HAS_COUNT=num_tokens is not None,
         DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[a.dtype], num_warps=4,

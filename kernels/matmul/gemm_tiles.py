@@ -30,6 +30,17 @@ def tile_of(unit, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
+def uneven_tile_of(unit, tiles_m, tiles_n, GROUP: tl.constexpr, MORE: tl.constexpr):
+    """`tile_of`, but with further depth (`MORE`) the token tiles of each feature tile begin with another one. Rows of
+    many adapters are in few token tiles, which would be the tiles of few programs."""
+    tile_m, tile_n = tile_of(unit, tiles_m, tiles_n, GROUP)
+    if MORE > 0:
+        first = tile_m // GROUP * GROUP
+        tile_m = first + (tile_m - first + tile_n) % tl.minimum(tiles_m - first, GROUP)
+    return tile_m, tile_n
+
+
+@triton.jit
 def prefetch_first(weights, M, N, K, share, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
           SPLIT: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
     """Prefetch the first `AHEAD` steps of this program's first tile."""
@@ -61,6 +72,20 @@ def accumulate(a, w, row, col, first, last, BM: tl.constexpr, BN: tl.constexpr, 
         for step in range(first, last):
             x = a.load([row, step * BK])
             y = w.load([col, step * BK])
+            acc = tl.dot(x, y.T, acc)
+    return acc
+
+
+@triton.jit
+def accumulate_more(acc, a, w, steps, count, part, row, col, SPLIT: tl.constexpr, SWAP: tl.constexpr):
+    """Add a split's share of the further depth (`adapter_depth.More`) to `accumulate`'s sum. steps: the tile's."""
+    for i in range(part, count, SPLIT):
+        at = tl.load(steps + i) * 64
+        x = a.load([row, at])
+        y = w.load([col, at])
+        if SWAP:
+            acc = tl.dot(y, x.T, acc)
+        else:
             acc = tl.dot(x, y.T, acc)
     return acc
 
@@ -110,9 +135,18 @@ def rotated(a, b, cos, sin):
 
 @triton.jit
 def row_scale(sumsq, rows, live, stride, width, eps, PARTS: tl.constexpr):
-    """Return 1 / rms of `rows` from partial sums of squares `[sums, tokens]`, added in order."""
-    BLOCK: tl.constexpr = triton.next_power_of_2(PARTS)
-    part = tl.arange(0, BLOCK)
-    mask = (part < PARTS)[:, None] & (rows < live)[None, :]
-    sums = tl.load(sumsq + part[:, None] * stride + rows[None, :], mask=mask, other=0.0)
-    return tl.rsqrt(tl.sum(sums, axis=0) / width + eps)
+    """Return 1 / rms of `rows` from partial sums of squares `[sums, tokens]`.
+
+    Tiles of 128 rows add them in order, as `gemm_hopper` does, so that both have the same bits. For fewer rows it is
+    faster to fetch all at once."""
+    if rows.shape[0] >= 128:
+        total = tl.load(sumsq + rows, mask=rows < live, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            total += tl.load(sumsq + part * stride + rows, mask=rows < live, other=0.0)
+    else:
+        BLOCK: tl.constexpr = triton.next_power_of_2(PARTS)
+        part = tl.arange(0, BLOCK)
+        mask = (part < PARTS)[:, None] & (rows < live)[None, :]
+        sums = tl.load(sumsq + part[:, None] * stride + rows[None, :], mask=mask, other=0.0)
+        total = tl.sum(sums, axis=0)
+    return tl.rsqrt(total / width + eps)

@@ -23,20 +23,26 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.kernels.common.dependent_launch import begin, release
+from weft.kernels.common.dependent_launch import begin, begin_with_previous, release
+from weft.kernels.matmul.adapter_depth import More
+from weft.kernels.matmul.adapter_work import STEP_COLUMNS
 from weft.kernels.matmul.gemm_activations import activate, gate_with, soft_cap
 from weft.kernels.matmul.gemm_launch import Launch, Workspace, check_workspace
 from weft.kernels.matmul.gemm_tiles import (
     accumulate,
+    accumulate_more,
     columns,
     join_splits,
     live_tokens,
     prefetch_first,
     rotated,
     row_scale,
-    tile_of,
+    uneven_tile_of,
 )
 
+BLOCK_TOKENS = 128
+MORE_ROWS = tl.constexpr(BLOCK_TOKENS)
+"""Rows of the tiles for which `More.steps` is read."""
 EARLY = tl.constexpr(2048)
 """Partial squares of a tile's rows up to which they are fetched before the loop over K, to hide the latency. More would
 take the loop's registers: a 128 x 128 tile with 40 sums took thirty times as long."""
@@ -195,21 +201,29 @@ def product_kernel(
     sumsq=None, stride_sumsq=None, eps=None, bias=None, rotary=None, positions=None, slots=None, kv=None, layer=None,
     layers=None, q_out=None, q_norm=None, k_norm=None, PARTS: tl.constexpr = None, HQ: tl.constexpr = None,
     HKV: tl.constexpr = None, D: tl.constexpr = None, PAGE: tl.constexpr = None, factor=None,
-    ACT: tl.constexpr = "", SOFTCAP: tl.constexpr = 0.0,
+    ACT: tl.constexpr = "", SOFTCAP: tl.constexpr = 0.0, more_a=None, more_w=None, more_steps=None, more_counts=None,
+    MORE: tl.constexpr = 0,
 ):  # fmt: skip
-    """`KIND` is "plain", "linear", "residual", "gate_up" or "qkv"; inputs that its epilogue does not read are None."""
+    """`KIND` is "plain", "linear", "residual", "gate_up" or "qkv"; inputs that its epilogue does not read are None.
+
+    MORE: columns of `more_steps`; 0: no further depth."""
     tiles_n = tl.cdiv(N, BN)
     steps = tl.cdiv(K, BK)
     share = tl.cdiv(steps, SPLIT)
     if AHEAD > 0:
         prefetch_first(weights, M, N, K, share, BM, BN, BK, GROUP, SPLIT, AHEAD)
-    begin(PDL)
+    if MORE == 0:
+        begin(PDL)
+    else:
+        begin_with_previous(PDL)  # `shrink_terms`
     live = live_tokens(count, M)
     tiles_m = tl.cdiv(live, BM)
-    for unit in tl.range(tl.program_id(0), tiles_m * tiles_n * SPLIT, tl.num_programs(0), flatten=SPLIT == 1):
+    for unit in tl.range(
+        tl.program_id(0), tiles_m * tiles_n * SPLIT, tl.num_programs(0), flatten=(SPLIT == 1) & (MORE == 0)
+    ):
         tile = unit // SPLIT
         part = unit % SPLIT
-        tile_m, tile_n = tile_of(tile, tiles_m, tiles_n, GROUP)
+        tile_m, tile_n = uneven_tile_of(tile, tiles_m, tiles_n, GROUP, MORE)
         first = part * share
         scale = None
         if KIND == "gate_up" or KIND == "linear":
@@ -217,6 +231,13 @@ def product_kernel(
             if PARTS > 0 and BM * PARTS <= EARLY:
                 scale = row_scale(sumsq, rows, live, stride_sumsq, K, eps, PARTS)
         acc = accumulate(a, w, tile_m * BM, tile_n * BN, first, tl.minimum(first + share, steps), BM, BN, BK, SWAP)
+        if MORE > 0:
+            begin(PDL)
+            stripe = tile_m * BM // MORE_ROWS
+            acc = accumulate_more(
+                acc, more_a, more_w, more_steps + stripe * MORE, tl.load(more_counts + stripe), part, tile_m * BM,
+                tile_n * BN, SPLIT, SWAP,
+            )  # fmt: skip
         done = True
         if ONCE:
             release(PDL)
@@ -241,6 +262,8 @@ def product_kernel(
                 scale = row_scale(sumsq, rows, live, stride_sumsq, K, eps, PARTS)
                 _heads(total, scale, rows, live, tile_n, N, eps, bias, rotary, positions, slots, kv, layer, layers,
                        q_out, q_norm, k_norm, HQ, HKV, D, PAGE, BN, OUT)  # fmt: skip
+    if MORE > 0:
+        begin(PDL)  # a program without a tile may not end before the previous kernel either
     release(PDL)
 
 
@@ -249,7 +272,7 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 
 def launch_gemm(
     kind: str, launch: Launch, a: Tensor, weight: Tensor, out: Tensor, num_tokens: Tensor | None,
-    space: Workspace | None, x: Tensor | None = None, **fields: Any,
+    space: Workspace | None, x: Tensor | None = None, more: More | None = None, **fields: Any,
 ) -> None:  # fmt: skip
     """Run `product_kernel` for a `kind`; `fields` are the epilogue's inputs."""
     c = launch.config
@@ -259,6 +282,15 @@ def launch_gemm(
 
     def tiles(tensor: Tensor, rows: int, cols: int) -> TensorDescriptor:
         return TensorDescriptor.from_tensor(tensor, [rows, cols])
+
+    if more is not None:
+        if BLOCK_TOKENS % c.tokens:
+            raise ValueError(f"tiles of {c.tokens} tokens cannot have further depth")
+        steps = more.steps[BLOCK_TOKENS]
+        fields |= {
+            "more_a": tiles(more.terms, c.tokens, STEP_COLUMNS), "more_w": tiles(more.b, c.features, STEP_COLUMNS),
+            "more_steps": steps.blocks, "more_counts": steps.counts, "MORE": steps.blocks.shape[1],
+        }  # fmt: skip
 
     product_kernel[launch.grid](
         tiles(a, c.tokens, c.depth), tiles(weight, c.features, c.depth), weight, ws.partial if ws else None,

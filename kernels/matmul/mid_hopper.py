@@ -38,7 +38,9 @@ from weft.kernels.common.hopper import (
     load_tile,
     ring_barriers,
     skip_stages,
+    start_with_previous,
 )
+from weft.kernels.matmul.adapter_depth import More
 from weft.kernels.matmul.gemm_launch import Workspace
 from weft.kernels.matmul.mid_config import BLOCK_DEPTH, BLOCK_TOKENS, MAX_POLLS, MidConfig
 from weft.kernels.matmul.mid_epilogues import add_splits, epilogue, row_scale
@@ -83,16 +85,18 @@ def _load_tokens(
 
 @gluon.jit
 def _produce(
-    rings, third_smem, source, W0: gl.constexpr, W1: gl.constexpr, W2: gl.constexpr, BK: gl.constexpr,
+    rings, third_smem, source, more, W0: gl.constexpr, W1: gl.constexpr, W2: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, SPLIT: gl.constexpr, FETCH_X: gl.constexpr, BOX: gl.constexpr, ROWS: gl.constexpr,
+    MORE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     a_smem, w0_smem, w1_smem, w2_smem, io0, io1, io2, full, empty, x_full, x_empty = rings
     a, few, w0, w1, w2, x0, x1, x2, live, tiles_m, tiles_n, steps = source
+    terms, few_terms, b0, b1, b2, more_steps, more_counts = more
     WIDTH: gl.constexpr = W0 + W1 + W2
     count = 0
     turn = 0
     for unit in range(gl.program_id(0), tiles_m * tiles_n * SPLIT, gl.num_programs(0)):
-        tile_m, tile_n, _, first, last = _unit(unit, tiles_m, steps, SPLIT)
+        tile_m, tile_n, part, first, last = _unit(unit, tiles_m, steps, SPLIT)
         row = tile_m * ROWS
         col = tile_n * WIDTH
         for step in range(first, last):
@@ -118,7 +122,26 @@ def _produce(
                             load_tile(x1, [row + half * 64, col + W0], x_full.index(half), io1.index(half))
                         if W2 > 0:
                             load_tile(x2, [row + half * 64, col + W0 + W1], x_full.index(half), io2.index(half))
+        if MORE > 0:
+            if PDL:
+                await_previous()
+            for i in range(part, gl.load(more_counts + tile_m), SPLIT):
+                step = gl.load(more_steps + tile_m * MORE + i)
+                stage = count % STAGES
+                ready = full.index(stage)
+                mbarrier.wait(empty.index(stage), ((count // STAGES) & 1) ^ 1)
+                third = third_smem.index(stage if ROWS > 128 else 0)
+                _load_tokens(terms, few_terms, a_smem.index(stage), third, row, step * BK, live - row, ready,
+                             WIDTH * BK * 2, BK, BOX, ROWS)  # fmt: skip
+                load_tile(b0, [col, step * BK], ready, w0_smem.index(stage))
+                if W1 > 0:
+                    load_tile(b1, [col + W0, step * BK], ready, w1_smem.index(stage))
+                if W2 > 0:
+                    load_tile(b2, [col + W0 + W1, step * BK], ready, w2_smem.index(stage))
+                count += 1
         turn += 1  # noqa: SIM113
+    if MORE > 0 and PDL:
+        await_previous()  # a program without a tile may not end before the previous kernel either
 
 
 @gluon.jit
@@ -260,13 +283,16 @@ def _consume(
     rings, work, WG: gl.constexpr, KIND: gl.constexpr, W0: gl.constexpr, W1: gl.constexpr, W2: gl.constexpr,
     STAGES: gl.constexpr, SPLIT: gl.constexpr, PARTS: gl.constexpr, HQ: gl.constexpr, HKV: gl.constexpr,
     D: gl.constexpr, PAGE: gl.constexpr, DTYPE: gl.constexpr, BOX: gl.constexpr, ROWS: gl.constexpr,
+    MORE: gl.constexpr,
 ):  # fmt: skip
-    places, sums, heads, limit, live, tiles_m, tiles_n, steps, N, K = work
+    places, sums, heads, limit, live, tiles_m, tiles_n, steps, N, K, more_counts = work
     full, empty, x_full, x_empty = rings[7], rings[8], rings[9], rings[10]
     count = 0
     turn = 0
     for unit in range(gl.program_id(0), tiles_m * tiles_n * SPLIT, gl.num_programs(0)):
         tile_m, tile_n, part, first, last = _unit(unit, tiles_m, steps, SPLIT)
+        if MORE > 0:
+            last += gl.maximum(gl.load(more_counts + tile_m) - part + SPLIT - 1, 0) // SPLIT
         if BOX == 128:  # noqa: SIM114 (this one is settled when compiled)
             count = _tile(
                 rings, places, sums, heads, limit, live, tile_m, tile_n, part, first, last, tiles_m, N, K, count, turn,
@@ -303,10 +329,11 @@ def _fetch_ahead(weights, tile_n, first, N, K, WIDTH: gl.constexpr, BK: gl.const
 def mid_kernel(
     a, few, w0, w1, w2, x0, x1, x2, desc0, desc1, desc2, weights, x, out, partial, words, limit, num_tokens, M, N, K,
     sumsq, stride_sumsq, eps, rotary, positions, slots, kv, layer, layers,
+    terms, few_terms, b0, b1, b2, more_steps, more_counts,
     KIND: gl.constexpr, W0: gl.constexpr, W1: gl.constexpr, W2: gl.constexpr, STAGES: gl.constexpr,
     SPLIT: gl.constexpr, AHEAD: gl.constexpr, PARTS: gl.constexpr, HQ: gl.constexpr,
     HKV: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr, HAS_COUNT: gl.constexpr, DTYPE: gl.constexpr,
-    PDL: gl.constexpr, BOX: gl.constexpr, ROWS: gl.constexpr,
+    PDL: gl.constexpr, BOX: gl.constexpr, ROWS: gl.constexpr, MORE: gl.constexpr,
 ):  # fmt: skip
     WGS: gl.constexpr = ROWS // 64
     BK: gl.constexpr = 64
@@ -339,7 +366,10 @@ def mid_kernel(
         if AHEAD > 0:
             _, ahead_n, _, ahead_first, _ = _unit(gl.program_id(0), gl.cdiv(M, ROWS), steps, SPLIT)
             _fetch_ahead(weights, ahead_n, ahead_first, N, K, WIDTH, BK, AHEAD)
-        await_previous()
+        if MORE == 0:
+            await_previous()
+        else:
+            start_with_previous()  # `shrink_terms`
         let_next_start()
     live = live_tokens(num_tokens, M, HAS_COUNT)
     tiles_m = gl.cdiv(live, ROWS)
@@ -347,17 +377,19 @@ def mid_kernel(
     places = (desc0, desc1, desc2, x, out, partial, words)
     sums = (sumsq, stride_sumsq, eps)
     heads = (rotary, positions, slots, kv, layer, layers)
-    work = (places, sums, heads, limit, live, tiles_m, tiles_n, steps, N, K)
+    work = (places, sums, heads, limit, live, tiles_m, tiles_n, steps, N, K, more_counts)
+    more = (terms, few_terms, b0, b1, b2, more_steps, more_counts)
     source = (a, few, w0, w1, w2, x0, x1, x2, live, tiles_m, tiles_n, steps)
     FETCH_X: gl.constexpr = KIND == "residual" and SPLIT == 1
     if ROWS == 128:
         gl.warp_specialize(
             [
                 (_consume, (rings, work, 0, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, BOX,
-                            ROWS)),
+                            ROWS, MORE)),
                 (_consume, (rings, work, 1, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, BOX,
-                            ROWS)),
-                (_produce, (rings, third_smem, source, W0, W1, W2, BK, STAGES, SPLIT, FETCH_X, BOX, ROWS)),
+                            ROWS, MORE)),
+                (_produce, (rings, third_smem, source, more, W0, W1, W2, BK, STAGES, SPLIT, FETCH_X, BOX, ROWS,
+                            MORE, PDL)),
             ],
             [4, 1],
             [240, 24],
@@ -367,12 +399,13 @@ def mid_kernel(
         gl.warp_specialize(
             [
                 (_consume, (rings, work, 0, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, BOX,
-                            ROWS)),
+                            ROWS, MORE)),
                 (_consume, (rings, work, 1, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, BOX,
-                            ROWS)),
+                            ROWS, MORE)),
                 (_consume, (thirds, work, 2, KIND, W0, W1, W2, STAGES, SPLIT, PARTS, HQ, HKV, D, PAGE, DTYPE, BOX,
-                            ROWS)),
-                (_produce, (rings, third_smem, source, W0, W1, W2, BK, STAGES, SPLIT, FETCH_X, BOX, ROWS)),
+                            ROWS, MORE)),
+                (_produce, (rings, third_smem, source, more, W0, W1, W2, BK, STAGES, SPLIT, FETCH_X, BOX, ROWS,
+                            MORE, PDL)),
             ],
             [4, 4, 1],
             [160, 160, 24],
@@ -383,6 +416,7 @@ def _layout(columns: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=2)
 
 
+_MORE = ("terms", "few_terms", "b0", "b1", "b2", "more_steps", "more_counts")
 _FIELDS: dict[str, Any] = dict.fromkeys(("sumsq", "rotary", "positions", "slots", "kv"), None) | {
     "stride_sumsq": 0, "eps": 0.0, "layer": 0, "layers": 0, "PARTS": 1, "HQ": 1, "HKV": 1, "D": 128, "PAGE": 1
 }  # fmt: skip
@@ -390,7 +424,8 @@ _FIELDS: dict[str, Any] = dict.fromkeys(("sumsq", "rotary", "positions", "slots"
 
 def launch_gemm(
     kind: str, config: MidConfig, a: Tensor, weight: Tensor, out: Tensor, num_tokens: Tensor | None,
-    space: Workspace | None, x: Tensor | None = None, *, num_sms: int, max_polls: int | None = None, **fields: Any,
+    space: Workspace | None, x: Tensor | None = None, more: More | None = None, *, num_sms: int,
+    max_polls: int | None = None, **fields: Any,
 ) -> None:  # fmt: skip
     """Run `mid_kernel` for a `kind`: "plain", "residual", "gate_up" or "qkv"; `fields` are the epilogue's inputs.
 
@@ -405,14 +440,23 @@ def launch_gemm(
     def tiles(tensor: Tensor | None, rows: int, cols: int) -> TensorDescriptor | None:
         return None if tensor is None or not cols else TensorDescriptor.from_tensor(tensor, [rows, cols], _layout(cols))
 
+    box = config.box if config.rows == BLOCK_TOKENS else 64
+    terms: tuple[Any, ...] = (None,) * 7
+    if more is not None:
+        terms = (
+            tiles(more.terms, BLOCK_TOKENS, BLOCK_DEPTH), tiles(more.terms, box, BLOCK_DEPTH),
+            *(tiles(more.b if w else None, w, BLOCK_DEPTH) for w in widths), *more.steps[config.rows],
+        )  # fmt: skip
     stored = None if kind == "qkv" or not whole else out
     mid_kernel[(min(num_sms, config.units(m, n, k)),)](
-        tiles(a, BLOCK_TOKENS, BLOCK_DEPTH), tiles(a, config.box if config.rows == BLOCK_TOKENS else 64, BLOCK_DEPTH),
+        tiles(a, BLOCK_TOKENS, BLOCK_DEPTH), tiles(a, box, BLOCK_DEPTH),
         *(tiles(weight if w else None, w, BLOCK_DEPTH) for w in widths),
         *(tiles(x if whole else None, 64, w) for w in widths), *(tiles(stored, 64, w // narrow) for w in widths),
         weight, None if whole else x, None if stored is not None else out,
         *((None, None) if whole or space is None else space), MAX_POLLS if max_polls is None else max_polls,
-        num_tokens, m, n, k, **(_FIELDS | fields), KIND=kind,
+        num_tokens, m, n, k, **(_FIELDS | fields),
+        **dict(zip(_MORE, terms, strict=True)), MORE=0 if more is None else more.steps[config.rows].blocks.shape[1],
+        KIND=kind,
         W0=widths[0], W1=widths[1], W2=widths[2], STAGES=config.stages_for(kind, whole=whole), SPLIT=split,
         AHEAD=config.ahead, BOX=config.box, ROWS=config.rows, HAS_COUNT=num_tokens is not None,
         DTYPE={torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[a.dtype], num_warps=4, **pdl_options(),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from weft.kernels.common.gpu import gpu
 from weft.kernels.matmul import mid_rule, mid_table, projections
+from weft.kernels.matmul.adapter_depth import More
 from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.matmul.gemm_launch import Workspace, check_operands, choose
 from weft.kernels.matmul.mid_config import MidConfig
@@ -77,12 +78,12 @@ def _other(config: Config | None) -> GemmConfig | None:
 
 def _launch(
     kind: str, config: MidConfig, a: Tensor, weight: Tensor, out: Tensor, num_sms: int, space: Workspace | None,
-    num_tokens: Tensor | None, x: Tensor | None = None, **fields: Any,
+    num_tokens: Tensor | None, x: Tensor | None = None, more: More | None = None, **fields: Any,
 ) -> None:  # fmt: skip
     from weft.kernels.matmul import mid_hopper
 
     check_operands(a, weight)
-    mid_hopper.launch_gemm(kind, config, a, weight, out, num_tokens, space, x, num_sms=num_sms, **fields)
+    mid_hopper.launch_gemm(kind, config, a, weight, out, num_tokens, space, x, more, num_sms=num_sms, **fields)
 
 
 def qkv_project(
@@ -90,6 +91,7 @@ def qkv_project(
     positions: Tensor, slot_mapping: Tensor, kv: Tensor, layer: int, num_heads: int, q_norm: Tensor | None = None,
     k_norm: Tensor | None = None, *, out: Tensor, raw: Tensor | None = None, num_sms: int,
     space: Workspace | None = None, num_tokens: Tensor | None = None, config: Config | None = None,
+    more: More | None = None,
 ) -> Tensor:  # fmt: skip
     """Like `projections.qkv_project`."""
     head_dim = kv.shape[5]
@@ -101,10 +103,11 @@ def qkv_project(
     if mid is None or sumsq is None:
         return projections.qkv_project(
             x, sumsq, weight, bias, eps, rotary, positions, slot_mapping, kv, layer, num_heads, q_norm, k_norm, out=out,
-            raw=raw, num_sms=num_sms, space=space, num_tokens=num_tokens, config=_other(config),
+            raw=raw, num_sms=num_sms, space=space, num_tokens=num_tokens, config=_other(config), more=more,
         )  # fmt: skip
     _launch(
-        "qkv", mid, x, weight, out, num_sms, space, num_tokens, rotary=rotary, positions=positions, slots=slot_mapping,
+        "qkv", mid, x, weight, out, num_sms, space, num_tokens, more=more, rotary=rotary, positions=positions,
+        slots=slot_mapping,
         kv=kv, layer=layer, layers=kv.shape[1], HQ=num_heads, HKV=kv.shape[4], D=head_dim, PAGE=kv.shape[3],
         **projections.norm_fields(sumsq, eps),
     )  # fmt: skip
@@ -115,6 +118,7 @@ def residual_project(
     a: Tensor, weight: Tensor, x: Tensor, *, out: Tensor, sumsq: Tensor, post_norm: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 0.0, centred: bool = False, raw: Tensor | None = None, num_sms: int,
     space: Workspace | None = None, num_tokens: Tensor | None = None, config: Config | None = None,
+    more: More | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Like `projections.residual_project`."""
     plain = post_norm is None and bias is None and not centred and x.dtype == out.dtype == a.dtype and x.is_contiguous()
@@ -122,12 +126,14 @@ def residual_project(
     if mid is None:
         return projections.residual_project(
             a, weight, x, out=out, sumsq=sumsq, post_norm=post_norm, bias=bias, eps=eps, centred=centred, raw=raw,
-            num_sms=num_sms, space=space, num_tokens=num_tokens, config=_other(config),
+            num_sms=num_sms, space=space, num_tokens=num_tokens, config=_other(config), more=more,
         )  # fmt: skip
     parts = -(-weight.shape[0] // mid.width)
     if sumsq.shape[0] < parts or sumsq.stride(1) != 1:
         raise ValueError(f"sumsq needs {parts} contiguous rows")
-    _launch("residual", mid, a, weight, out, num_sms, space, num_tokens, x, sumsq=sumsq, stride_sumsq=sumsq.stride(0))
+    _launch(
+        "residual", mid, a, weight, out, num_sms, space, num_tokens, x, more, sumsq=sumsq, stride_sumsq=sumsq.stride(0)
+    )
     return out, sumsq[:parts]
 
 
@@ -135,6 +141,7 @@ def gate_up_project(
     x: Tensor, sumsq: Tensor | None, weight: Tensor, eps: float, *, activation: str = "silu",
     bias: Tensor | None = None, out: Tensor, num_sms: int, space: Workspace | None = None,
     num_tokens: Tensor | None = None, config: Config | None = None,
+    more: More | None = None,
 ) -> Tensor:  # fmt: skip
     """Like `projections.gate_up_project`."""
     plain = activation == "silu" and bias is None and sumsq is not None and out.dtype == x.dtype
@@ -142,9 +149,11 @@ def gate_up_project(
     if mid is None or sumsq is None:
         return projections.gate_up_project(
             x, sumsq, weight, eps, activation=activation, bias=bias, out=out, num_sms=num_sms, space=space,
-            num_tokens=num_tokens, config=_other(config),
+            num_tokens=num_tokens, config=_other(config), more=more,
         )  # fmt: skip
-    _launch("gate_up", mid, x, weight, out, num_sms, space, num_tokens, **projections.norm_fields(sumsq, eps))
+    _launch(
+        "gate_up", mid, x, weight, out, num_sms, space, num_tokens, more=more, **projections.norm_fields(sumsq, eps)
+    )
     return out
 
 
@@ -152,6 +161,7 @@ def linear_project(
     x: Tensor, sumsq: Tensor | None, weight: Tensor, eps: float, *, activation: str = "", bias: Tensor | None = None,
     out: Tensor, num_sms: int, space: Workspace | None = None, num_tokens: Tensor | None = None,
     config: Config | None = None,
+    more: More | None = None,
 ) -> Tensor:  # fmt: skip
     """Like `projections.linear_project`."""
     plain = not activation and bias is None and sumsq is None and out.dtype == x.dtype and out.is_contiguous()
@@ -159,7 +169,7 @@ def linear_project(
     if mid is None:
         return projections.linear_project(
             x, sumsq, weight, eps, activation=activation, bias=bias, out=out, num_sms=num_sms, space=space,
-            num_tokens=num_tokens, config=_other(config),
+            num_tokens=num_tokens, config=_other(config), more=more,
         )  # fmt: skip
-    _launch("plain", mid, x, weight, out, num_sms, space, num_tokens)
+    _launch("plain", mid, x, weight, out, num_sms, space, num_tokens, more=more)
     return out

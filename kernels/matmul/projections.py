@@ -19,6 +19,7 @@ from torch import Tensor
 
 from weft.kernels.matmul import heads as head_rows
 from weft.kernels.matmul import rows
+from weft.kernels.matmul.adapter_depth import More
 from weft.kernels.matmul.gemm import run_gemm
 from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.matmul.gemm_launch import Workspace, check_operands, launch_of
@@ -50,6 +51,7 @@ def qkv_project(
     positions: Tensor, slot_mapping: Tensor, kv: Tensor, layer: int, num_heads: int, q_norm: Tensor | None = None,
     k_norm: Tensor | None = None, *, out: Tensor, raw: Tensor | None = None, num_sms: int,
     space: Workspace | None = None, num_tokens: Tensor | None = None, config: GemmConfig | None = None,
+    more: More | None = None,
 ) -> Tensor:  # fmt: skip
     """Apply norm, QKV matrix, bias, q/k norm and rotary embedding; q goes to `out [T, Hq, D]`, K and V to pages of
     `kv`.
@@ -68,7 +70,7 @@ def qkv_project(
             raise ValueError(f"heads of {head_dim}, or their norm, need a `raw` buffer")
         linear_project(
             x, sumsq, weight, eps, bias=bias, out=raw, num_sms=num_sms, space=space, num_tokens=num_tokens,
-            config=config,
+            config=config, more=more,
         )  # fmt: skip
         return head_rows.place_heads(
             raw, eps, rotary, positions, slot_mapping, kv, layer, num_heads, q_norm, k_norm, out=out,
@@ -82,7 +84,8 @@ def qkv_project(
     if launch.config.special and q_norm is not None and head_dim != 128:  # its tiles do not hold whole heads
         launch = launch._replace(config=launch.config._replace(special=False))
     run_gemm(
-        "qkv", launch, x, weight, out, num_tokens, space, sumsq=sumsq, stride_sumsq=sumsq.stride(0), eps=eps, bias=bias,
+        "qkv", launch, x, weight, out, num_tokens, space, more=more, sumsq=sumsq, stride_sumsq=sumsq.stride(0), eps=eps,
+        bias=bias,
         rotary=rotary, positions=positions, slots=slot_mapping, kv=kv, layer=layer, layers=layers, q_norm=q_norm,
         k_norm=k_norm, PARTS=sumsq.shape[0], HQ=num_heads, HKV=num_kv_heads, D=head_dim, PAGE=page_size,
     )  # fmt: skip
@@ -93,6 +96,7 @@ def residual_project(
     a: Tensor, weight: Tensor, x: Tensor, *, out: Tensor, sumsq: Tensor, post_norm: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 0.0, centred: bool = False, raw: Tensor | None = None, num_sms: int,
     space: Workspace | None = None, num_tokens: Tensor | None = None, config: GemmConfig | None = None,
+    more: More | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Write `x + a @ weight.T` to `out` (may be `x` itself), with partial sums of squares.
 
@@ -102,6 +106,7 @@ def residual_project(
     if not x.is_contiguous():
         raise ValueError("x must be contiguous")
     options: dict[str, Any] = {"num_sms": num_sms, "space": space, "num_tokens": num_tokens, "config": config}
+    options["more"] = more
     if post_norm is not None:
         if raw is None or out.data_ptr() != x.data_ptr():
             raise ValueError("a norm after the GEMM needs a `raw` buffer and out=x")
@@ -116,7 +121,18 @@ def residual_project(
     if sumsq.shape[0] < parts or sumsq.stride(1) != 1:
         raise ValueError(f"sumsq needs {parts} contiguous rows")
     run_gemm(
-        "residual", launch, a, weight, out, num_tokens, space, x, bias=bias, sumsq=sumsq, stride_sumsq=sumsq.stride(0)
+        "residual",
+        launch,
+        a,
+        weight,
+        out,
+        num_tokens,
+        space,
+        x,
+        more,
+        bias=bias,
+        sumsq=sumsq,
+        stride_sumsq=sumsq.stride(0),
     )
     return out, rows.row_sumsq(out, out=sumsq[:1], centred=True) if centred else sumsq[:parts]
 
@@ -124,14 +140,26 @@ def residual_project(
 def gate_up_project(
     x: Tensor, sumsq: Tensor | None, weight: Tensor, eps: float, *, activation: str = "silu",
     bias: Tensor | None = None, out: Tensor, num_sms: int, space: Workspace | None = None,
-    num_tokens: Tensor | None = None, config: GemmConfig | None = None,
+    num_tokens: Tensor | None = None, config: GemmConfig | None = None, more: More | None = None,
 ) -> Tensor:  # fmt: skip
     """Apply norm, gate-up matrix `[2 I, H]` (rows alternate), bias and gated activation: `out [T, I]`.
 
     sumsq `[sums, T]` float32. activation: one of `reference.layer.ACTIVATIONS`."""
     check_operands(x, weight)
     launch = launch_of(x.shape[0], weight.shape[0], x.shape[1], config, num_sms)
-    run_gemm("gate_up", launch, x, weight, out, num_tokens, space, bias=bias, ACT=activation, **norm_fields(sumsq, eps))
+    run_gemm(
+        "gate_up",
+        launch,
+        x,
+        weight,
+        out,
+        num_tokens,
+        space,
+        more=more,
+        bias=bias,
+        ACT=activation,
+        **norm_fields(sumsq, eps),
+    )
     return out
 
 
@@ -139,13 +167,26 @@ def linear_project(
     x: Tensor, sumsq: Tensor | None, weight: Tensor, eps: float, *, activation: str = "", bias: Tensor | None = None,
     out: Tensor, num_sms: int, space: Workspace | None = None, num_tokens: Tensor | None = None,
     config: GemmConfig | None = None,
+    more: More | None = None,
 ) -> Tensor:  # fmt: skip
     """Apply norm, matrix `[N, H]`, bias and activation: `out [T, N]`. activation: "" is none.
 
     Used for the first GEMM of an MLP without a gate (`reference.layer.up_project`) and before a row pass."""
     check_operands(x, weight)
     launch = launch_of(x.shape[0], weight.shape[0], x.shape[1], config, num_sms)
-    run_gemm("linear", launch, x, weight, out, num_tokens, space, bias=bias, ACT=activation, **norm_fields(sumsq, eps))
+    run_gemm(
+        "linear",
+        launch,
+        x,
+        weight,
+        out,
+        num_tokens,
+        space,
+        more=more,
+        bias=bias,
+        ACT=activation,
+        **norm_fields(sumsq, eps),
+    )
     return out
 
 

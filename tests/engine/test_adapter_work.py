@@ -8,15 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.engine.config import EngineConfig
-from weft.engine.errors import ConfigError
+from weft.engine.errors import ConfigError, ModelError
+from weft.engine.model.adapter import Adapter
 from weft.engine.model.implementation import choose_spec
+from weft.engine.runner.cuda.adapter_slots import AdapterSlots
 from weft.engine.runner.options.resolve import resolve, served_as
 from weft.kernels.common.gpu import KNOWN, compiling_for
 from weft.kernels.matmul.adapter_work import max_items, sort_rows, tile_rows
+from weft.kernels.reference.adapters import LowRank
 
 Made = Callable[[str], Path]
 
@@ -61,3 +65,19 @@ def test_a_gpu_has_as_many_slots_as_adapters_in_memory(tiny_model: Made) -> None
         config = EngineConfig(model=str(tiny_model("llama2")), **options)
         with compiling_for(KNOWN["h200"]):
             assert resolve(config, served_as(choose_spec(config)[0], config)).adapter_slots == slots
+
+
+def test_numbers_that_become_infinite_are_refused(tiny_model: Made) -> None:
+    """Rows without the adapter multiply its B by zero, so an infinite number would change them."""
+    spec, _ = choose_spec(EngineConfig(model=str(tiny_model("llama2"))))
+    slots = AdapterSlots(spec, 2, 16, torch.float16, torch.device("meta"))
+
+    def staged(largest: float) -> torch.Tensor:
+        b = torch.full((spec.hidden_size, 2), largest)
+        matrix = LowRank(torch.ones(2, spec.num_heads * spec.head_dim), b, 0, 1)
+        layers = ({"o": (matrix,)}, *({} for _ in range(spec.num_layers - 1)))
+        return slots.stage(Adapter(layers, 2)).packed
+
+    assert staged(60000.0).max() == 60000
+    with pytest.raises(ModelError, match="too large for float16"):
+        staged(1e6)

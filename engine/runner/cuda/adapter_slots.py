@@ -10,25 +10,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.engine.errors import OutOfMemory
+from weft.engine.errors import ModelError, OutOfMemory
 from weft.engine.model.adapter import Adapter
 from weft.engine.model.spec import ModelSpec
 from weft.engine.runner.options.footprint import GIB
+from weft.kernels.matmul.adapter_depth import columns
 from weft.kernels.matmul.adapter_work import slot_rank
-from weft.kernels.matmul.adapters import Slots
 
 STEP = 16  # Matrices begin at multiples of this.
 
 
 class _Place(NamedTuple):
-    """Where a slot keeps the matrices of a projection."""
+    """Where a slot keeps the matrices of a projection. A projection has P parts, such as q, k and v."""
 
     widths: tuple[int, ...]  # Output rows of each part.
     begins: tuple[int, ...]  # `LowRank.begin` of each part.
+    step: int  # Between two output rows of a part.
     depth: int
-    a: int
-    b: int
+    a: int  # `[P, R, K]` begin here in the slot's numbers, then `[P, R]` of `shift`.
     shift: int  # -1: no norm with a bias precedes the projection.
+    b: int  # The `[n, R]` of each part begin here in a staged adapter.
+
+
+class Matrices(NamedTuple):
+    """A projection's matrices in all slots; see `adapter_depth`."""
+
+    width: int  # P * R columns of each slot.
+    a: Tensor  # `[S, P * R * K]`
+    b: Tensor  # `[N, C]`: slot s has columns `s * width ..`, in which a part has R columns and others' rows are zero.
+    shift: Tensor | None  # `[S, P * R]`: A times the bias of the norm before it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +60,17 @@ def _parts(spec: ModelSpec, name: str) -> tuple[tuple[int, ...], tuple[int, ...]
     }[name]
 
 
+_PROJECTIONS = ("qkv", "o", "gate_up", "up", "down")
+
+
+def adapter_widths(spec: ModelSpec, rank: int) -> tuple[int, ...]:
+    """Return the columns that a slot of this rank has in a model's projections, each once."""
+    names = {op.name for layer in range(spec.num_layers) for op in spec.layer_operations(layer)}
+    return tuple(sorted({len(_parts(spec, name)[0]) * slot_rank(rank) for name in names & {*_PROJECTIONS}}))
+
+
 class AdapterSlots(MutableMapping[int, Adapter]):
-    """Adapters by number. All slots are one tensor `[S, E]`, so that an adapter is one copy.
+    """Adapters by number. An adapter is one copy to the GPU, from which each part's B goes to its columns.
 
     The owner deletes an adapter only when no iteration in flight uses it."""
 
@@ -59,30 +78,51 @@ class AdapterSlots(MutableMapping[int, Adapter]):
         """Raises `OutOfMemory`."""
         self.rank = slot_rank(max_rank)
         self._places: list[dict[str, _Place]] = []
-        at = 0
-        for layer in range(spec.num_layers):
+        self._columns: list[dict[str, Tensor]] = []
+        at, behind = 0, 0
+        operations = [
+            [op for op in spec.layer_operations(layer) if op.name in _PROJECTIONS] for layer in range(spec.num_layers)
+        ]
+        for own in operations:
             places = {}
-            for op in spec.layer_operations(layer):
-                if op.name not in ("qkv", "o", "gate_up", "up", "down"):
-                    continue
+            for op in own:
                 widths, begins, reads = _parts(spec, op.name)
-                b = at + len(widths) * self.rank * op.inner
-                end = b + sum(widths) * self.rank
-                shift = end if reads and spec.norm.bias and spec.placement.before else -1
-                places[op.name] = _Place(widths, begins, op.inner, at, b, shift)
-                at = end + (len(widths) * self.rank if shift >= 0 else 0)
-                at = -(-at // STEP) * STEP
+                shift = at + len(widths) * self.rank * op.inner
+                if not (reads and spec.norm.bias and spec.placement.before):
+                    at_end, shift = shift, -1
+                else:
+                    at_end = shift + len(widths) * self.rank
+                places[op.name] = _Place(
+                    widths, begins, 2 if op.name == "gate_up" else 1, op.inner, at, shift, behind
+                )  # fmt: skip
+                at = -(-at_end // STEP) * STEP
+                behind += sum(widths) * self.rank
             self._places.append(places)
-        self._size, self._dtype = at, dtype
+        self._size, self._behind, self._dtype = at, behind, dtype
         try:
             self._slots = torch.zeros(count, at, dtype=dtype, device=device)
+            self._incoming = torch.zeros(behind, dtype=dtype, device=device)
+            for places in self._places:
+                shapes = {
+                    name: (sum(place.widths), columns(count, len(place.widths) * self.rank))
+                    for name, place in places.items()
+                }
+                self._columns.append(
+                    {name: torch.zeros(*shape, dtype=dtype, device=device) for name, shape in shapes.items()}
+                )
         except torch.OutOfMemoryError:
-            size = count * at * dtype.itemsize / GIB
+            wide = sum(
+                sum(p.widths) * columns(count, len(p.widths) * self.rank) for own in self._places for p in own.values()
+            )
+            size = (count * at + behind + wide) * dtype.itemsize / GIB
             raise OutOfMemory(f"{count} adapters need {size:.1f} GiB: lower --max-loras or --max-lora-rank") from None
-        self.layers = [{name: self._slots_of(place) for name, place in own.items()} for own in self._places]
+        self.layers = [
+            {name: self._matrices_of(place, b[name]) for name, place in own.items()}
+            for own, b in zip(self._places, self._columns, strict=True)
+        ]
         """The matrices of each layer's projections, by operation."""
-        self.shapes = {(place.depth, len(place.widths)) for own in self._places for place in own.values()}
-        self.max_width = max((sum(place.widths) for own in self._places for place in own.values()), default=0)
+        self.shapes = {(place.depth, len(place.widths) * self.rank) for own in self._places for place in own.values()}
+        """The depth and `Matrices.width` of the projections."""
         self.ranks = np.zeros(count, np.int32)
         self._held: dict[int, tuple[int, Adapter]] = {}  # Slot and adapter by number.
         self._free = list(range(count))
@@ -90,36 +130,37 @@ class AdapterSlots(MutableMapping[int, Adapter]):
         self._copies = torch.cuda.Stream(device) if runs else None
         self._copied: dict[int, torch.cuda.Event] = {}  # Events of copies that no iteration has waited for, by slot.
 
-    def _slots_of(self, place: _Place) -> Slots:
-        a_size, b_size = len(place.widths) * self.rank * place.depth, sum(place.widths) * self.rank
-        shift = self._slots[:, place.shift : place.shift + len(place.widths) * self.rank] if place.shift >= 0 else None
-        return Slots(
-            self._slots[:, place.a : place.a + a_size], self._slots[:, place.b : place.b + b_size], place.widths,
-            self.rank, shift,
-        )  # fmt: skip
+    def _matrices_of(self, place: _Place, b: Tensor) -> Matrices:
+        width = len(place.widths) * self.rank
+        shift = self._slots[:, place.shift : place.shift + width] if place.shift >= 0 else None
+        return Matrices(width, self._slots[:, place.a : place.a + width * place.depth], b, shift)
 
     @property
     def count(self) -> int:
         return len(self.ranks)
 
     def stage(self, adapter: Adapter) -> StagedAdapter:
-        """Return the adapter in a slot's layout. Any thread may call it. Raises `OutOfMemory`."""
+        """Return the adapter in a slot's layout. Any thread may call it. Raises `OutOfMemory`, and `ModelError` for
+        numbers that the dtype cannot hold: rows without the adapter multiply them by zero."""
         try:
-            packed = torch.zeros(self._size, dtype=self._dtype, pin_memory=self._slots.is_cuda)
+            packed = torch.zeros(self._size + self._behind, dtype=self._dtype, pin_memory=self._slots.is_cuda)
         except RuntimeError:
-            size = self._size * self._dtype.itemsize / GIB
+            size = (self._size + self._behind) * self._dtype.itemsize / GIB
             raise OutOfMemory(f"no {size:.1f} GiB of pinned host memory to copy an adapter from") from None
         for places, matrices in zip(self._places, adapter.layers, strict=True):
             for name, parts in matrices.items():
                 place = places[name]
-                a = packed[place.a : place.b].view(len(place.widths), self.rank, place.depth)
+                count = len(place.widths) * self.rank * place.depth
+                a = packed[place.a : place.a + count].view(len(place.widths), self.rank, place.depth)
                 for each in parts:
                     part, rank = place.begins.index(each.begin), len(each.a)
                     a[part, :rank] = each.a
-                    first = place.b + sum(place.widths[:part]) * self.rank
+                    first = self._size + place.b + sum(place.widths[:part]) * self.rank
                     packed[first : first + len(each.b) * self.rank].view(-1, self.rank)[:, :rank] = each.b
                     if each.shift is not None:
                         packed[place.shift :][part * self.rank : part * self.rank + rank] = each.shift
+        if not packed.isfinite().all():
+            raise ModelError(f"an adapter has numbers that are too large for {str(self._dtype).removeprefix('torch.')}")
         return StagedAdapter((), adapter.rank, packed)
 
     def slots_of(self, numbers: np.ndarray) -> np.ndarray:
@@ -138,11 +179,25 @@ class AdapterSlots(MutableMapping[int, Adapter]):
         assert number not in self._held
         slot = self._free.pop()
         with torch.cuda.stream(self._copies), torch.inference_mode():
-            self._slots[slot].copy_(adapter.packed, non_blocking=True)
+            self._slots[slot].copy_(adapter.packed[: self._size], non_blocking=True)
+            self._incoming.copy_(adapter.packed[self._size :], non_blocking=True)
+            self._place_columns(slot)
             event = self._copied[slot] = torch.cuda.Event()
             event.record(self._copies)
         self.ranks[slot] = adapter.rank
         self._held[number] = slot, Adapter((), adapter.rank)
+
+    def _place_columns(self, slot: int) -> None:
+        """Copy the B of all parts from `_incoming` to a slot's columns."""
+        rank = self.rank
+        for places, matrices in zip(self._places, self._columns, strict=True):
+            for name, place in places.items():
+                at, b = place.b, matrices[name]
+                for part, (begin, rows) in enumerate(zip(place.begins, place.widths, strict=True)):
+                    column = (slot * len(place.widths) + part) * rank
+                    target = b[begin : begin + (rows - 1) * place.step + 1 : place.step, column : column + rank]
+                    target.copy_(self._incoming[at : at + rows * rank].view(rows, rank))
+                    at += rows * rank
 
     def __getitem__(self, number: int) -> Adapter:
         return self._held[number][1]

@@ -12,7 +12,7 @@ from weft.engine.model.operations import Role
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.vision.family import Vision
 from weft.engine.plans.pipeline import Pipeline
-from weft.engine.runner.cuda.adapter_slots import AdapterSlots
+from weft.engine.runner.cuda.adapter_slots import AdapterSlots, adapter_widths
 from weft.engine.runner.iteration.attention_lists import AttentionGrid, AttentionLists
 from weft.engine.runner.iteration.attention_path import AttentionPath
 from weft.engine.runner.iteration.batch import Batch, SamplingInputs, Verified, sampler_names
@@ -23,8 +23,8 @@ from weft.kernels.attention.break_evens import BreakEvens
 from weft.kernels.attention.fp8_unpack import unpacking_is_faster
 from weft.kernels.attention.triton_backend import DecodeWork, cuts_prefill
 from weft.kernels.attention.work_lists import ITEM_FIELDS, TILE_FIELDS
-from weft.kernels.matmul.adapter_work import ADAPTER_FIELDS, sort_rows
-from weft.kernels.matmul.adapters import Work
+from weft.kernels.matmul.adapter_depth import Steps, Work
+from weft.kernels.matmul.adapter_work import ADAPTER_FIELDS, sort_rows, tile_steps, used_slots
 
 RING = 4
 """Pinned copies: more than iterations in flight, so that none is rewritten before its transfer has ended."""
@@ -127,6 +127,14 @@ class DeviceInputs:
         )  # fmt: skip
         return Work(rows, items.view(-1, ADAPTER_FIELDS), counts)
 
+    def adapter_steps(self, *, kept: bool = False) -> dict[int, dict[int, Steps]]:
+        """Return `adapter_depth.More.steps` by the columns of an adapter. kept: of kept rows."""
+        found: dict[int, dict[int, Steps]] = {width: {} for width in self.layout.adapter_widths}
+        for (width, rows), (tiles, blocks) in self.layout.adapter_steps().items():
+            column = self.column[f"{'kept_' * kept}adapter_steps_{width}_{rows}"]
+            found[width][rows] = Steps(column[tiles : tiles * (1 + blocks)].view(tiles, blocks), column[:tiles])
+        return found
+
     def send(
         self, batch: Batch, pipeline: Pipeline, grid: AttentionGrid, adapters: AdapterSlots | None = None
     ) -> Assignment:
@@ -199,18 +207,23 @@ class DeviceInputs:
             cut_chunks=lists.cuts_chunks,
         )  # fmt: skip
 
-    @staticmethod
     def _write_adapters(
-        host: dict[str, np.ndarray], batch: Batch, adapters: AdapterSlots, bucket: int, assigned: Assignment
+        self, host: dict[str, np.ndarray], batch: Batch, adapters: AdapterSlots, bucket: int, assigned: Assignment
     ) -> None:
         assert batch.adapters is not None
         slots = np.repeat(adapters.slots_of(batch.adapters), batch.query_len)
         kept = slots[:0] if assigned.read is None else slots[assigned.read]
         for prefix, own in (("", slots), ("kept_", kept)):
-            rows, items, counts = sort_rows(own, adapters.ranks, bucket)
+            rows, items, totals = sort_rows(own, adapters.ranks, bucket)
             host[f"{prefix}adapter_rows"][: len(rows)] = rows
             host[f"{prefix}adapter_items"][: items.size] = items.ravel()
-            host[f"{prefix}adapter_counts"][:] = counts
+            host[f"{prefix}adapter_counts"][:] = totals
+            used = used_slots(own, len(adapters.ranks))
+            for (width, tile), (tiles, _) in self.layout.adapter_steps().items():
+                blocks, counts = tile_steps(used, tile, width)
+                column = host[f"{prefix}adapter_steps_{width}_{tile}"]
+                column[: len(counts)], column[len(counts) : tiles] = counts, 0
+                column[tiles : tiles + blocks.size] = blocks.ravel()
 
     @staticmethod
     def _write_sampling(host: dict[str, np.ndarray], s: SamplingInputs, assigned: Assignment) -> None:
@@ -275,6 +288,7 @@ def device_inputs(
         config.max_num_batched_tokens, rows, spec.heads_per_kv, nano_batches, parts, windows, unpacked,
         _prefill_slots(spec, config, vision), config.pod, config.drafting is not None, images=vision is not None,
         adapters=config.adapter_slots,
+        adapter_widths=adapter_widths(spec, config.adapter_rank) if config.adapter_slots else (),
         rope=vision is not None and any(rope.sections for rope in spec.ropes),
         until=vision is not None and vision.bidirectional > 0,
     )  # fmt: skip

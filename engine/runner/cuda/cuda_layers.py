@@ -116,7 +116,7 @@ class CudaLayers:
         """The attention back end's steps, one for each nano-batch."""
         self.kept_steps = [self._step_of_kept_tiles(k, step) for k, step in enumerate(self.steps)]
         """Steps of the last layer if rows are dropped."""
-        self.adapted = None if adapters is None else AdapterLayers(adapters, self, dtype)
+        self.adapted = None if adapters is None else AdapterLayers(adapters, inputs, spec.norm.eps, dtype)
 
     def _needs_separate_heads(self) -> bool:
         """Return whether heads need a separate pass: for unfused FP8, for FP8 pages after a 16-bit GEMM, and for head
@@ -168,8 +168,10 @@ class CudaLayers:
         return OperationLaunch(nano, op, layer, weights, kv, pipeline, sum_counts, self.whole)
 
     def launch(self, it: OperationLaunch) -> None:
-        if not (it.adapted and self.adapted is not None and self.adapted.launch(it)):
-            self._launchers[it.operation.name](self, it)
+        if it.adapted and self.adapted is not None:
+            sums = None if it.operation.target == "x" else self.stream_sums(it)
+            it = it._replace(more=self.adapted.further_depth(it, sums))
+        self._launchers[it.operation.name](self, it)
         if self.images is not None and self.images.adds_after(it):
             self.images.add(it, {} if self._fp8 is None else self._fp8.stream_outputs(it))
 
@@ -348,6 +350,7 @@ class CudaLayers:
     def common(self, it: OperationLaunch) -> dict[str, Any]:
         """Return the arguments of every GEMM besides its operands."""
         return {
+            **({} if it.more is None else {"more": it.more}),
             "num_sms": it.nano.sms,
             "space": self.gemm_space,
             "num_tokens": self.live(it),

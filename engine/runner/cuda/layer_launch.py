@@ -13,6 +13,7 @@ from weft.engine.model.operations import Operation
 from weft.engine.plans.pipeline import Pipeline
 from weft.engine.plans.plan import TOKEN_STEP, NanoOperation
 from weft.kernels.attention.output import Output
+from weft.kernels.matmul.adapter_depth import More
 
 
 class Rows(NamedTuple):
@@ -49,6 +50,7 @@ class OperationLaunch(NamedTuple):
     rows: Rows
     drops_rows: bool = False  # Whether rows that are not read are dropped after this layer's attention.
     adapted: bool = False  # Whether rows may have a LoRA adapter.
+    more: More | None = None  # The further depth of its GEMM, if rows may have a LoRA adapter.
     fused: Fused | None = None  # How one launch computes decodes and chunks; None: they are launched separately.
 
     @property

@@ -11,7 +11,8 @@ from weft.engine.config import Pod
 from weft.engine.plans.plan import MAX_NANO_BATCHES
 from weft.engine.wire.sampling import COLUMNS
 from weft.kernels.attention.work_lists import ITEM_FIELDS, SPLIT_FIELDS, TILE_FIELDS, TILE_ROWS
-from weft.kernels.matmul.adapter_work import ADAPTER_FIELDS, FEW_TOKENS, max_items
+from weft.kernels.matmul.adapter_work import ADAPTER_FIELDS, FEW_TOKENS, column_blocks, max_items
+from weft.kernels.matmul.mid_config import BLOCK_TOKENS, TALL
 
 COUNTS = ("tokens", "sampled", "updates")
 # Then follow prefill items per nano-batch, live tokens after the start of each range, and decode items per nano-batch
@@ -43,19 +44,21 @@ class Layout(NamedTuple):
     pod: Pod = "off"  # Whether decodes and chunks share one attention launch, if tiles are split.
     verifies: bool = False  # Whether iterations may have drafts.
     adapters: int = 0  # LoRA adapters in memory at once; 0: none.
+    adapter_widths: tuple[int, ...] = ()  # Columns of an adapter in `adapter_depth.More` of the projections.
 
     @classmethod
     def of(
         cls, max_tokens: int, max_seqs: int, group: int, nano_batches: int = 1, max_part_slots: int = 1024,
         windows: Iterable[int | None] = (None,), unpacked: tuple[int, int] = (0, 0), prefill_slots: int = 0,
         pod: Pod = "off", verifies: bool = False, *, images: bool = False, rope: bool = False,
-        until: bool = False, adapters: int = 0,
+        until: bool = False, adapters: int = 0, adapter_widths: tuple[int, ...] = (),
     ) -> Layout:  # fmt: skip
         tiles = -(-max_tokens // (TILE_ROWS // group)) + 2 * max_seqs + 2  # a chunk may begin and end inside one
         items = 2 * max_seqs + max_part_slots
         return cls(
             max_tokens, max_seqs, items, tiles + prefill_slots, max(4096, 2 * max_seqs), nano_batches, max_part_slots,
             tuple(dict.fromkeys(windows)), unpacked, prefill_slots, images, rope, until, pod, verifies, adapters,
+            adapter_widths,
         )  # fmt: skip
 
     @property
@@ -67,6 +70,14 @@ class Layout(NamedTuple):
         """Items of rows with one adapter, of rows without one included, in any token bucket."""
         few = min(self.max_tokens, FEW_TOKENS)
         return max(max_items(few, self.adapters), max_items(self.max_tokens, self.adapters))
+
+    def adapter_steps(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """Return the shape of `adapter_depth.Steps.blocks`, by the columns of an adapter and the rows of a tile."""
+        return {
+            (width, rows): (-(-self.max_tokens // rows), column_blocks(self.adapters, width))
+            for width in self.adapter_widths
+            for rows in (BLOCK_TOKENS, TALL)
+        }
 
     @property
     def decode_lists(self) -> int:
@@ -87,6 +98,9 @@ class Layout(NamedTuple):
             for prefix in ("", "kept_")
             for name, size in (("rows", t), ("items", self.max_adapter_items * ADAPTER_FIELDS), ("counts", 2))
         }
+        for prefix in ("", "kept_"):
+            for (width, rows), (tiles, blocks) in self.adapter_steps().items():
+                adapted[f"{prefix}adapter_steps_{width}_{rows}"] = tiles * (1 + blocks), False
         return {
             "counts": (DECODE + MAX_NANO_BATCHES * len(self.windows), False),
             "token_ids": (t, False),
