@@ -34,10 +34,10 @@ def results(path: Path, monkeypatch: pytest.MonkeyPatch, *, unread_from: int, **
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "UNREAD_FROM", unread_from)
 
-        def noted(executor: CudaExecutor, of: pipeline.Pipeline, *rest: Any) -> Any:
+        def noted(executor: CudaExecutor, of: pipeline.Pipeline, *rest: Any, **named: Any) -> Any:
             if of.after_drop:
                 kept.add(int(executor.inputs.count["kept"]))
-            return after_drop(executor, of, *rest)
+            return after_drop(executor, of, *rest, **named)
 
         if not torch.cuda.is_available():  # if a graph is captured once
             patch.setattr(CudaExecutor, "_after_drop", noted)
