@@ -38,10 +38,14 @@ def _columns_of(group):
 
 
 @gluon.constexpr_function
-def codes_layout(rows, group):
-    """Return the layout of codes `[BN / 2, 128]`, two rows a line: a thread has rows g and g + 8 of a warp's 16, and of
-    another 64."""
+def codes_layout(rows, group, line):
+    """Return the layout of codes `[BN * 64 / line, line]`: a thread has rows g and g + 8 of a warp's 16, and of another
+    64. A line holds one row or two."""
     own, others = _columns_of(group)
+    if line == 64:
+        return gl.DistributedLinearLayout(
+            [*own, [8, 0], [64, 0]], [*others, [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [rows, 64]
+        )
     return gl.DistributedLinearLayout(
         [*own, [4, 0], [32, 0]], [*others, [0, 64], [1, 0], [2, 0]], [[8, 0], [16, 0]], [], [rows // 2, 128]
     )
