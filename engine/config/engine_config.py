@@ -98,10 +98,10 @@ class EngineConfig(BaseModel):
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """dtype of KV pages: 'auto' is --dtype; 'fp8' is e4m3 with the checkpoint's scales, or 1 (on GPUs tested on the
     H200)"""
-    quantization: Literal["fp8", "packed", "none"] | None = None
+    quantization: Literal["fp8", "none"] | None = None
     """'fp8' converts a 16-bit checkpoint to e4m3 at load time, one scale per output channel (on GPUs tested on the
-    H200). FP8 checkpoints do not need it. Matrices in 4 and 8 bits: 'packed' keeps them as they are, the default on a
-    CPU, whose activations are in int8; 'none' widens them to --dtype, exactly, the default on a GPU"""
+    H200). FP8 checkpoints do not need it. 'none' widens matrices in 4 and 8 bits to --dtype, exactly; by default a CPU
+    computes with them as they are, with activations in int8"""
     max_model_len: int | None = Field(None, ge=2)
     """maximum prompt and output tokens per request [the model's limit]"""
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | Annotated[str, _SEQUENCE_LIMIT] | None = None

@@ -17,7 +17,6 @@ from torch import Tensor
 from weft.engine.errors import ModelError, refuse_pointer
 from weft.engine.model.index import read_index
 from weft.kernels.formats.packed_form import PackedForm
-from weft.kernels.formats.packed_rows import pack_rows
 
 
 class Part(NamedTuple):
@@ -100,9 +99,7 @@ class Tensors:
 
     def packing(self, name: str, shape: tuple[int, ...], part: Part = WHOLE) -> Packing | None:
         """Return how to keep a matrix packed; None: not."""
-        if self.packings is None or (self.known is not None and not self.known(name)):
-            return None
-        return self.packings(name, shape, part)
+        return None if self.packings is None or not self.has(name) else self.packings(name, shape, part)
 
     def has(self, name: str) -> bool:
         return self.known is not None and self.known(name)
@@ -298,12 +295,3 @@ class Dummy:
         else:
             t.normal_(0.0, 0.02, generator=self._generator)
         return t[part.of_whole(shape)]
-
-    def packed(self, shape: tuple[int, int], form: PackedForm, columns: int) -> Tensor:
-        """Return rows of random codes with equal scales, as `PackedRows` holds them."""
-        if self._generator is None:
-            return torch.empty(shape, dtype=torch.uint8, device=self._device)
-        codes = torch.empty(shape[0], columns, dtype=torch.uint8, device=self._device)
-        codes.random_(0, 1 << form.bits, generator=self._generator)
-        scale = torch.full((shape[0], columns // form.group), 0.07 / (1 << form.bits), device=self._device)
-        return pack_rows(codes, scale, torch.zeros_like(scale) if form.low else None, form)

@@ -69,7 +69,7 @@ def serves_encoder(config: EngineConfig) -> bool:
         raise ModelError(f"{architecture(raw)} is quantized: encoders are served only in bf16, fp16 and fp32")
     conflicts = {
         "--tensor-parallel-size": config.tensor_parallel_size > 1,
-        "--quantization": config.quantization in ("fp8", "packed"),
+        "--quantization": config.quantization == "fp8",
         "--model-impl native": config.model_impl == "native",
         "--batch-invariant": config.batch_invariant,
         "--load-format dummy": config.load_format == "dummy",

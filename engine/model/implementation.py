@@ -34,7 +34,7 @@ def choose_spec(config: EngineConfig) -> tuple[ModelSpec, str]:
     if is_encoder(raw):
         raise ModelError(f"{architecture(raw)} is an encoder: it does not generate text")
     name = architecture(raw)
-    if config.quantization in ("fp8", "packed"):
+    if config.quantization == "fp8":
         raise ModelError(
             f"--quantization {config.quantization} needs weft's own layers, but transformers' code computes {name}"
         )

@@ -237,7 +237,7 @@ def _packed(packing: Packing, codes: Codes, raw: Tensor, _dtype: torch.dtype) ->
     scales, zeros = _scales_and_zeros(codes, raw.device)
     group_of = _group_of(codes, raw.device)
     group_of = (group_of if order is None else group_of[order])[:: form.group]
-    unpacked = torch.empty(len(scales), codes.columns.stop - codes.columns.start, dtype=torch.uint8, device=raw.device)
+    unpacked = torch.empty(len(scales), codes.columns.stop - codes.columns.start, dtype=torch.uint8)
     for own, some in _unpacked(codes, raw, len(scales)):
         unpacked[:, own] = some
     if order is not None:

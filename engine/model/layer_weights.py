@@ -21,7 +21,6 @@ from weft.kernels.formats.fp8_matrix import Fp8Matrix
 from weft.kernels.formats.matrix import Matrix
 from weft.kernels.formats.packed_matrix import PackedMatrix
 from weft.kernels.formats.packed_rows import PackedRows
-from weft.kernels.formats.packed_weight import PackedWeight, Weight
 from weft.kernels.matmul import weight_layout as pack
 
 
@@ -41,7 +40,6 @@ class ProjectionWeights:
     choice_bias: Tensor | None = None  # [experts] float32, of a router.
     fp8: Fp8Matrix | None = None  # The same weight with its scales and the preceding norm, if quantized.
     packed: PackedMatrix | None = None  # The same weight in 4 or 8 bits; rows of gate and up then do not alternate.
-    small: PackedWeight | None = None  # The same weight in 4 or 8 bits, for a GPU.
     state: StateWeights | None = None  # The other weights of a recurrence, with its input projection.
 
     @property
@@ -50,11 +48,6 @@ class ProjectionWeights:
         if self.packed is not None:
             return self.packed
         return self.weight if self.fp8 is None else self.fp8
-
-    @property
-    def on_gpu(self) -> Weight:
-        """The matrix as the GPU's 16-bit products read it."""
-        return self.weight if self.small is None else self.small
 
     @property
     def of_experts(self) -> Tensor | Fp8Matrix:
@@ -68,8 +61,6 @@ class ProjectionWeights:
             own += [self.fp8.weight.scale, self.fp8.input_scale, self.fp8.norm, self.fp8.norm_bias]
         if self.packed is not None:
             own += self.packed.tensors()
-        if self.small is not None:
-            own += self.small.tensors()
         if self.state is not None:
             own += [getattr(self.state, field.name) for field in fields(self.state)]
         return tuple(tensor for tensor in own if isinstance(tensor, Tensor))
@@ -87,11 +78,6 @@ def _packed(
         return ProjectionWeights(rows.data, bias)
     matrix = PackedMatrix.of(rows, norm, norm_bias, centred=centred)
     return ProjectionWeights(matrix.tiles.codes, bias, packed=matrix)
-
-
-def _for_gpu(rows: PackedRows, bias: Tensor | None, norm: Tensor | None = None) -> ProjectionWeights:
-    weight = PackedWeight.of(rows, norm)
-    return ProjectionWeights(weight.codes, bias, small=weight)
 
 
 LayerWeights = Mapping[str, ProjectionWeights]  # Weights by operation.
@@ -129,7 +115,6 @@ class _Layer:
             parts = spec.recurrence.key_parts
             self.state_keys = Part(0, own.rank * parts // own.ranks, parts)
         self.first = own.rank == 0
-        self.for_gpu = spec.packed is not None and spec.packed.on_gpu
         self.piecewise = own.ranks > 1 and tensors.known is not None
         """Whether pieces of a tensor are read one by one; random tensors are cut from the full tensor."""
 
@@ -239,8 +224,6 @@ class _Layer:
         shift = self.bias(norm, spec.hidden_size) if before and spec.norm.bias else None
         if isinstance(own, PackedRows):
             weight_of_norm = self.norm(norm) if before else None
-            if self.for_gpu:
-                return _for_gpu(own, bias, weight_of_norm)
             return _packed(own, bias, weight_of_norm, shift, centred=before and spec.norm.centred)
         matrix = self.fp8_matrix(own, self.norm(norm) if before else None, shift, before and spec.norm.centred)
         return ProjectionWeights(own.weight.values, bias, fp8=matrix)
@@ -255,7 +238,7 @@ class _Layer:
         if isinstance(own, Tensor):
             return ProjectionWeights(own, bias, post_norm=post_norm)
         if isinstance(own, PackedRows):
-            return replace(_for_gpu(own, bias) if self.for_gpu else _packed(own, bias), post_norm=post_norm)
+            return replace(_packed(own, bias), post_norm=post_norm)
         return ProjectionWeights(own.weight.values, bias, post_norm=post_norm, fp8=self.fp8_matrix(own))
 
     def _without_norm(self, own: Unpacked) -> ProjectionWeights:
@@ -263,7 +246,7 @@ class _Layer:
         if isinstance(own, Tensor):
             return ProjectionWeights(own)
         if isinstance(own, PackedRows):
-            return _for_gpu(own, None) if self.for_gpu else _packed(own, None)
+            return _packed(own, None)
         return ProjectionWeights(own.weight.values, fp8=self.fp8_matrix(own))
 
     def in_format(self, weight: Unpacked) -> Unpacked:
@@ -271,8 +254,6 @@ class _Layer:
         asked = self.spec.quantization
         if asked is not None and asked.at_load and isinstance(weight, Tensor):
             return matrices.quantize(weight)
-        if self.for_gpu and isinstance(weight, PackedRows) and weight.order is not None:
-            return weight.values(self.tensors.dtype)
         return weight
 
     def fp8_matrix(
@@ -444,16 +425,13 @@ class _Layer:
         spec = self.spec
         parts, sizes = (self.rows, self.rows), (inter, inter)
         g, u = self.rows_of(fused, (gate, up), sizes, parts, spec.hidden_size)
-        apart = _packed_both(g, u) and not self.for_gpu
-        weight = self.map_rows(lambda *each: torch.cat(each), g, u) if apart else None
-        if weight is None or not isinstance(weight, PackedRows):
+        weight = self.map_rows(lambda *each: torch.cat(each), g, u) if _packed_both(g, u) else None
+        if not isinstance(weight, PackedRows):
             weight = self.map_rows(pack.interleave_gate_up, g, u)
         bias = None
         if spec.mlp_bias:
             gb, ub = self.biases_of(fused, (gate, up), sizes, parts)
-            bias = (
-                torch.cat((gb, ub)) if apart and isinstance(weight, PackedRows) else torch.stack((gb, ub), 1).flatten()
-            )
+            bias = torch.cat((gb, ub)) if isinstance(weight, PackedRows) else torch.stack((gb, ub), 1).flatten()
         return replace(self.input_projection(weight, self.mlp_norm, bias), gate=switch)
 
     def dense(self) -> dict[str, ProjectionWeights]:

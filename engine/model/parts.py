@@ -254,7 +254,6 @@ class Packed:
     table_bytes: float  # The same two of the embedding and the head.
     table_plain: float
     formats: str  # The checkpoint's formats, with their shares.
-    on_gpu: bool = False  # Whether matrices of the layers are laid out for a GPU. Its tables are in 16 bits.
 
 
 @dataclass(frozen=True, slots=True)

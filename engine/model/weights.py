@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.engine.model import matrices
-from weft.engine.model.checkpoint import WHOLE, Checkpoint, Dummy, Packing, Part, Tensors, TensorSource
+from weft.engine.model.checkpoint import WHOLE, Checkpoint, Dummy, Part, Tensors, TensorSource
 from weft.engine.model.conversion import Conversion, Wanted
 from weft.engine.model.families import family_of
 from weft.engine.model.families.family import TensorNames
@@ -29,7 +29,6 @@ from weft.engine.model.spec import ModelSpec
 from weft.engine.model.staging import Staging
 from weft.engine.progress import LOADING, Progress, notice
 from weft.kernels.formats import fp8
-from weft.kernels.formats.packed_form import PackedForm
 from weft.kernels.formats.packed_matrix import PackedMatrix
 from weft.kernels.formats.packed_rows import PackedRows
 from weft.kernels.matmul import weight_layout as pack
@@ -200,12 +199,7 @@ def load_weights(
         if dummy_realistic:
             dummy = RealisticDummy(dummy_seed, device, spec, names)
         made = _made_up(spec, names, dummy, dtype, progress)
-        return _skewed(
-            _pack(
-                spec, names, Tensors(made, None, dtype, packings=_dummy_packing(spec)), tables, tied=spec.tie_embeddings
-            ),
-            dummy_skew,
-        )
+        return _skewed(_pack(spec, names, Tensors(made, None, dtype), tables, tied=spec.tie_embeddings), dummy_skew)
     head = f"{names.lm_head}.weight"
     with ExitStack() as stack:
         checkpoint = _checkpoint(spec, path, stack)
@@ -269,10 +263,9 @@ def _is_tied(spec: ModelSpec, names: TensorNames, checkpoint: TensorSource) -> b
 def _report_conversion(checkpoint: TensorSource, wanted: _Wanted, weights: Weights, spec: ModelSpec) -> None:
     """Print what became of matrices that the checkpoint stores in fewer bits."""
     if spec.packed is not None:
-        activations = "in 16 bits" if spec.packed.on_gpu else "rounded to int8"
         notice(
             f"weights stay in 4 and 8 bits ({spec.packed.formats}): {weights.num_bytes / GIB:.2f} GiB, activations are "
-            f"{activations}; --quantization none widens the weights instead"
+            "rounded to int8; --quantization none widens the weights instead"
         )
     elif isinstance(checkpoint, IntegerCheckpoint):
         notice(checkpoint.summary(weights.num_bytes, spec))
@@ -284,31 +277,6 @@ def _report_conversion(checkpoint: TensorSource, wanted: _Wanted, weights: Weigh
         )
 
 
-def dummy_form(spec: ModelSpec, columns: int) -> PackedForm:
-    """Return the form of random matrices of a model whose config declares integers."""
-    own = spec.integers
-    assert own is not None
-    return PackedForm(8 if own.bits == 8 else 4, own.group or columns, 1 << (own.bits - 1), not own.symmetric)
-
-
-def _row_bytes(spec: ModelSpec, shape: tuple[int, ...]) -> tuple[int, int]:
-    return shape[0], dummy_form(spec, shape[1]).row_bytes(shape[1])
-
-
-def _dummy_packing(spec: ModelSpec) -> Callable[[str, tuple[int, ...], Part], Packing | None] | None:
-    """Return how random matrices are packed; None: not."""
-    if spec.packed is None or spec.integers is None:
-        return None
-    tables = family_of(spec.architecture).names
-
-    def packing(name: str, shape: tuple[int, ...], _part: Part) -> Packing | None:
-        if name in (f"{tables.embedding}.weight", f"{tables.lm_head}.weight"):
-            return None
-        return Packing(dummy_form(spec, shape[1]), None)
-
-    return packing
-
-
 def _made_up(
     spec: ModelSpec, names: TensorNames, dummy: Dummy | RealisticDummy, dtype: torch.dtype, progress: Progress | None
 ) -> Callable[[str, tuple[int, ...], Part, torch.dtype], Tensor]:
@@ -316,17 +284,12 @@ def _made_up(
 
     def count(_name: str, shape: tuple[int, ...], _part: Part, kind: torch.dtype) -> Tensor:
         nonlocal total
-        target = _row_bytes(spec, shape) if kind == torch.uint8 else shape
-        total += math.prod(target) * kind.itemsize
-        return torch.empty(target, dtype=kind, device="meta")
+        total += math.prod(shape) * kind.itemsize
+        return torch.empty(shape, dtype=kind, device="meta")
 
     def get(name: str, shape: tuple[int, ...], part: Part, kind: torch.dtype) -> Tensor:
         nonlocal done
-        if kind == torch.uint8:
-            assert isinstance(dummy, Dummy)
-            tensor = dummy.packed(_row_bytes(spec, shape), dummy_form(spec, shape[1]), shape[1])
-        else:
-            tensor = dummy(name, shape, part).to(kind, copy=part.of > 1).contiguous()
+        tensor = dummy(name, shape, part).to(kind, copy=part.of > 1).contiguous()
         done += tensor.nbytes
         if progress is not None:
             progress(LOADING, done, total)
@@ -334,7 +297,7 @@ def _made_up(
 
     if progress is not None:
         with ShapesOnly():
-            _pack(spec, names, Tensors(count, None, dtype, packings=_dummy_packing(spec)), (), tied=spec.tie_embeddings)
+            _pack(spec, names, Tensors(count, None, dtype), (), tied=spec.tie_embeddings)
         progress(LOADING, 0, total)
     return get
 
@@ -346,9 +309,9 @@ def request_tensors(spec: ModelSpec, tensors: Tensors) -> None:
     _pack(spec, names, tensors, (), tied=tied)
 
 
-def _table(given: Unpacked, dtype: torch.dtype, *, packs: bool) -> Tensor | PackedMatrix:
+def _table(given: Unpacked, dtype: torch.dtype) -> Tensor | PackedMatrix:
     """Return the embedding or the head. FP8, in which some checkpoints store the head, becomes 16 bits."""
-    if isinstance(given, PackedRows) and packs:
+    if isinstance(given, PackedRows):
         return given.data if given.data.is_meta else PackedMatrix.of(given)
     return matrices.dequantize(given, dtype)
 
@@ -360,12 +323,9 @@ def _plain(table: Tensor | PackedMatrix) -> Tensor:
 def _pack(spec: ModelSpec, names: TensorNames, tensors: Tensors, rotary: tuple[Tensor, ...], *, tied: bool) -> Weights:
     """Read all tensors of a model in a fixed order."""
     get, hidden = tensors.get, spec.hidden_size
-    packs = spec.packed is not None and not spec.packed.on_gpu  # A GPU reads tables in 16 bits.
     own = spec.vocabulary  # a shard's rows
     rows = Part.span(own.start, spec.vocab_size) if len(own) < spec.vocab_size else WHOLE
-    embedding = _table(
-        matrices.read_plain(tensors, f"{names.embedding}.weight", len(own), hidden, rows), tensors.dtype, packs=packs
-    )
+    embedding = _table(matrices.read_plain(tensors, f"{names.embedding}.weight", len(own), hidden, rows), tensors.dtype)
     layers = tuple(pack_layer(tensors, spec, names, i) for i in range(spec.num_layers))
     norm = norm_weight(tensors, spec, names.norm, hidden)
     if norm is None:
@@ -373,7 +333,7 @@ def _pack(spec: ModelSpec, names: TensorNames, tensors: Tensors, rotary: tuple[T
     norm_bias = get(f"{names.norm}.bias", (hidden,)) if spec.norm.bias else None
     head = embedding
     if not tied:
-        head = _table(matrices.read(tensors, names.lm_head, len(own), hidden, rows), tensors.dtype, packs=packs)
+        head = _table(matrices.read(tensors, names.lm_head, len(own), hidden, rows), tensors.dtype)
     head_bias = get(f"{names.lm_head}.bias", (len(own),), rows) if spec.head_bias else None
     positions = None
     if (offset := spec.learned_positions) is not None:

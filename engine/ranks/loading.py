@@ -62,8 +62,6 @@ class Loading:
         self.vision = served_vision(read_config(path), self.spec, config, self.resolved)  # None: text only.
         if self.vision is not None and self.resolved.adapter_slots:
             raise ConfigError("LoRA adapters do not run on a GPU for a model that takes images; use --device cpu")
-        if self.vision is not None and self.spec.packed is not None and self.spec.packed.on_gpu:
-            raise ConfigError("--quantization packed: on a GPU, models that take images are not supported so far")
         if self.vision is not None and config.speculation == "auto" and self.resolved.device.type == "cuda":
             notice("--speculation auto is off: on a GPU, it was not tested with images")
             self.resolved = replace(self.resolved, drafting=None)

@@ -8,6 +8,6 @@ Never: multiplies matrices or reads pages of KV by a page table.
 
 PUBLIC = (
     "fp8", "fp8_gluon", "fp8_matrix", "fp8_triton", "matrix", "packed_form", "packed_matrix", "packed_page",
-    "packed_rows", "packed_weight",
+    "packed_rows",
 )  # fmt: skip
 """The modules that other folders may import."""

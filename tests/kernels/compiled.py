@@ -1,4 +1,4 @@
-"""Kernels that a script collects, compiled for a GPU in a separate process, without a GPU."""
+"""Kernels that a script collects, compiled for Hopper in a separate process, without a GPU."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ COMPILE = """
 from weft.kernels.common.compilation import collect
 from weft.kernels.common.gpu import KNOWN
 
-for number, kernel in enumerate(collect(work, KNOWN[gpu])):
+for number, kernel in enumerate(collect(work, KNOWN["h200"])):
     compiled = kernel.function._do_compile(*kernel.arguments)
-    assert compiled.metadata.shared <= shared, kernel.name
+    assert compiled.metadata.shared <= 232448, kernel.name
     with open(f"{kernel.name}-{number}.ptx", "w") as file:
         file.write(compiled.asm["ptx"])
 """
 
 
-def compiled(script: str, folder: Path, gpu: str = "h200", shared: int = 232448) -> dict[str, str]:
+def compiled(script: str, folder: Path) -> dict[str, str]:
     """The PTX of all kernels that the script's `work()` launches, by name and number. Each fits an SM."""
     ended = subprocess.run(
-        (sys.executable, "-P", "-c", f"{script}\ngpu, shared = {gpu!r}, {shared}\n{COMPILE}"),
+        (sys.executable, "-P", "-c", script + COMPILE),
         env=os.environ | {"TRITON_CACHE_DIR": str(folder / "cache")},
         cwd=folder,
         capture_output=True,

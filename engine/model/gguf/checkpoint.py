@@ -106,8 +106,7 @@ class GgufCheckpoint:
         begin, end = _columns(shape, part)
         first = begin // blocks.block_of(kind)[0] * blocks.block_of(kind)[0]
         own = slice(begin - first, end - first)
-        # on the CPU, also for a GPU: only there all types were compared with the library's numbers
-        return stored._replace(decode=lambda raw, _: packing.pack(raw.cpu(), kind, own).to(raw.device))
+        return stored._replace(decode=lambda raw, _: packing.pack(raw, kind, own))
 
     def _blocks(self, kind: str, raw: Tensor, shape: tuple[int, ...], part: Part) -> Stored:
         """Return the rows of a part, with only the blocks that its columns need."""

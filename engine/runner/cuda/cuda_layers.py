@@ -38,13 +38,18 @@ from weft.kernels.attention.triton_backend import PrefillSplits, TritonStep
 from weft.kernels.common.gpu import gpu
 from weft.kernels.experts.experts import gate_shared
 from weft.kernels.formats.fp8 import KvScales
-from weft.kernels.matmul import mid_projections
 from weft.kernels.matmul.fp8_projections import rows_buffer
 from weft.kernels.matmul.gemm_config import GemmConfig
 from weft.kernels.matmul.gemm_launch import choose, workspace
 from weft.kernels.matmul.heads import place_heads
-from weft.kernels.matmul.mid_projections import Config, unsplit
-from weft.kernels.matmul.packed_projections import PackedProjections
+from weft.kernels.matmul.mid_projections import (
+    Config,
+    gate_up_project,
+    linear_project,
+    qkv_project,
+    residual_project,
+    unsplit,
+)
 from weft.kernels.matmul.projections import fuses_heads, sumsq_buffer
 from weft.kernels.matmul.rows import row_sumsq
 
@@ -107,11 +112,6 @@ class CudaLayers:
         self.activations = self.whole.activations
         self.gemm_space = workspace(device, elements=1 << 26)
         self.images = None if images is None else CudaImages(spec, weights, inputs, images)
-        self._gemms: Any = mid_projections
-        packed = [w.small for layer in weights.layers for w in layer.values() if w.small is not None]
-        if packed:
-            wide = torch.empty(max(each.rows * each.columns for each in packed), dtype=dtype, device=device)
-            self._gemms = PackedProjections(wide, torch.zeros(tokens, spec.hidden_size, dtype=dtype, device=device))
         self.steps: list[Any] = [self._attention_step(k) for k in range(inputs.layout.nano_batches)]
         """The attention back end's steps, one for each nano-batch."""
         self.kept_steps = [self._step_of_kept_tiles(k, step) for k, step in enumerate(self.steps)]
@@ -235,10 +235,10 @@ class CudaLayers:
             self._fp8.qkv(it, heads, out, self.common(it) | scales)
         elif self._separate_heads:
             assert raw is not None
-            self._gemms.linear_project(x, sums, w.on_gpu, eps, bias=w.bias, out=raw, **self.common(it))
+            linear_project(x, sums, w.weight, eps, bias=w.bias, out=raw, **self.common(it))
             place_heads(raw, eps, *heads, out=out, num_tokens=self.live(it), **scales)
         else:
-            self._gemms.qkv_project(x, sums, w.on_gpu, w.bias, eps, *heads, out=out, raw=raw, **self.common(it))
+            qkv_project(x, sums, w.weight, w.bias, eps, *heads, out=out, raw=raw, **self.common(it))
 
     def heads(self, it: OperationLaunch) -> tuple[Any, ...]:
         """Return what rotates the heads of a QKV projection, and where their keys and values go."""
@@ -284,28 +284,14 @@ class CudaLayers:
             return
         own, w, norm = it.tokens, it.projection, self.spec.norm
         x, sumsq = it.x, it.sumsq
-        _, sums = self._gemms.residual_project(
-            it.rows.activations[it.operation.source][own], w.on_gpu, x, out=x, sumsq=sumsq, post_norm=w.post_norm,
-            bias=w.bias, eps=norm.eps, centred=norm.centred, raw=self._raw_of("residual", own),
-            **self._next_reader(it), **self.common(it),
+        _, sums = residual_project(
+            it.rows.activations[it.operation.source][own], w.weight, x, out=x, sumsq=sumsq, post_norm=w.post_norm,
+            bias=w.bias, eps=norm.eps, centred=norm.centred, raw=self._raw_of("residual", own), **self.common(it),
         )  # fmt: skip
         if self.invariant and w.post_norm is None and not norm.centred:
             # The epilogue's partial sums follow the GEMM's tiles, which depend on the token count.
             sums = row_sumsq(x, out=sumsq[:1])
         it.note_sums(sums)
-
-    def _next_reader(self, it: OperationLaunch) -> dict[str, Any]:
-        """Return which packed matrix multiplies the stream next, for a product that can write its operand."""
-        placement = self.spec.placement
-        if self._gemms is mid_projections or not placement.before or placement.after or placement.parallel:
-            return {}
-        layers, after = self.weights.layers, it.layer
-        if it.operation.source == "a":
-            names: tuple[str, ...] = ("gate_up", "up")
-        else:
-            names, after = ("qkv",), it.layer + 1
-        found = [layers[after][name].on_gpu for name in names if name in layers[after]] if after < len(layers) else []
-        return {"reader": found[0]} if found else {}
 
     def _all_reduce(self, it: OperationLaunch) -> None:
         assert self.rank_sums is not None
@@ -316,8 +302,8 @@ class CudaLayers:
             self._fp8.gate_up(it, self.common(it))
             return
         out = it.rows.activations[it.operation.target][it.tokens]
-        self._gemms.gate_up_project(
-            it.x, self.stream_sums(it), it.projection.on_gpu, self.spec.norm.eps, activation=self.spec.activation,
+        gate_up_project(
+            it.x, self.stream_sums(it), it.projection.weight, self.spec.norm.eps, activation=self.spec.activation,
             bias=it.projection.bias, out=out, **self.common(it),
         )  # fmt: skip
         if it.projection.gate is not None:
@@ -329,8 +315,8 @@ class CudaLayers:
         if self._fp8 is not None:
             self._fp8.gate_up(it, self.common(it))
             return
-        self._gemms.linear_project(
-            it.x, self.stream_sums(it), it.projection.on_gpu, self.spec.norm.eps, activation=self.spec.activation,
+        linear_project(
+            it.x, self.stream_sums(it), it.projection.weight, self.spec.norm.eps, activation=self.spec.activation,
             bias=it.projection.bias, out=it.rows.activations[it.operation.target][it.tokens], **self.common(it),
         )  # fmt: skip
 

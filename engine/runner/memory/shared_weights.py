@@ -22,13 +22,9 @@ from weft.engine.wire.weight_exchange import ExchangedWeights, WeightExchange
 from weft.kernels.formats.fp8 import Fp8Weight
 from weft.kernels.formats.fp8_matrix import Fp8Matrix
 from weft.kernels.formats.packed_matrix import PackedMatrix
-from weft.kernels.formats.packed_weight import PackedWeight
 from weft.kernels.native.tiles import Tiles
 
-KINDS = {
-    kind.__name__: kind
-    for kind in (Weights, ProjectionWeights, Fp8Matrix, Fp8Weight, PackedMatrix, PackedWeight, Tiles)
-}
+KINDS = {kind.__name__: kind for kind in (Weights, ProjectionWeights, Fp8Matrix, Fp8Weight, PackedMatrix, Tiles)}
 """Classes that weights consist of, besides tensors, mappings and tuples."""
 
 

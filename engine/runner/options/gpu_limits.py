@@ -52,12 +52,6 @@ def _unsupported_parts(spec: ModelSpec) -> dict[str, bool]:
     }
 
 
-def fits_packed(spec: ModelSpec) -> bool:
-    """Return whether kernels multiply by the model's matrices in 4 and 8 bits (`kernels.matmul.packed_projections`)."""
-    dense = spec.experts is None and spec.recurrence is None and spec.latent is None and not spec.output_gate
-    return dense and not spec.norm.centred and not spec.norm.bias and spec.shard_of.ranks == 1
-
-
 def unfused_fp8(spec: ModelSpec) -> bool:
     """Return whether a quantised model needs separate passes that quantise (`cuda_fp8_unfused`)."""
     placed = not spec.placement.before or spec.placement.after or spec.placement.parallel

@@ -20,13 +20,13 @@ from weft.engine.model.drafts import read_draft
 from weft.engine.model.drafts.spec import DraftSpec, Target
 from weft.engine.model.implementation import widened
 from weft.engine.model.packed import packed_as
-from weft.engine.model.parts import Integers, StateTensor
+from weft.engine.model.parts import StateTensor
 from weft.engine.model.spec import ModelSpec
 from weft.engine.model.transformers_impl.spec import TransformersSpec
 from weft.engine.plans.choose import choose_plan, target_of
 from weft.engine.plans.plan import Plan, load_plan
 from weft.engine.runner.options.footprint import GIB, Footprint, memory_bytes
-from weft.engine.runner.options.gpu_limits import check_adapters, check_fp8, check_kernels, check_pod, fits_packed
+from weft.engine.runner.options.gpu_limits import check_adapters, check_fp8, check_kernels, check_pod
 from weft.engine.runner.options.machine import CPU_SEQUENCES
 from weft.engine.runner.options.transformers_shapes import attention_kinds, refuse_on_gpu
 from weft.kernels.attention import backends as attention_backends
@@ -35,7 +35,6 @@ from weft.kernels.attention.backends import TRITON_HEAD_DIMS, BackendName
 from weft.kernels.attention.work_lists import tokens_of_whole_tiles
 from weft.kernels.common.gpu import Gpu, gpu, gpu_device
 from weft.kernels.formats.fp8 import E4M3
-from weft.kernels.formats.packed_form import COLUMNS
 from weft.kernels.formats.packed_page import PackedPage
 from weft.kernels.native.products import start as start_native
 
@@ -134,54 +133,19 @@ def _pages_dtype(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, here
 
 
 def served_as(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
-    """Return the model as its device computes it. Raises `ConfigError`, one line, if --quantization packed does not
-    fit."""
+    """Return the model as its device computes it."""
     if config.device == "cpu" or gpu() is None:
         return _packed_on_cpu(spec, config)
-    if isinstance(spec, TransformersSpec):
-        return spec.expanded()
-    return _packed_on_gpu(spec, config) if config.quantization == "packed" else widened(spec)
-
-
-_INTEGERS_ON_GPU = f"of AWQ and GPTQ, only 4 bits in groups of {COLUMNS} columns or multiples, without act-order"
-
-
-def _packs_on_gpu(integers: Integers) -> bool:
-    """Return whether the format ran on a GPU."""
-    grouped = integers.group > 0 and integers.group % COLUMNS == 0 and not integers.act_order
-    return grouped and integers.bits == 4 and integers.method in ("awq", "gptq")
-
-
-def _packed_on_gpu(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
-    """Return the model with its layers' matrices in 4 and 8 bits. Raises `ConfigError`."""
-    dummy, integers = config.load_format == "dummy", spec.integers
-    packed = packed_as(spec, config.model_path) if not dummy or spec.integers is not None else spec
-    cases = (
-        (packed.packed is None, "this checkpoint has no matrices in 4 or 8 bits"),
-        (integers is not None and not _packs_on_gpu(integers), f"{_INTEGERS_ON_GPU}, is supported so far"),
-        (not fits_packed(spec), f"the GPU kernels do not support {spec.architecture} so far"),
-        (config.tensor_parallel_size > 1, "several ranks are not supported so far"),
-        (config.batch_invariant, "--batch-invariant is not supported so far"),
-        (config.adapters, "LoRA adapters are not supported so far"),
-        (config.kv_cache_dtype == "fp8", "FP8 pages are not supported so far"),
-        (config.drafting is not None and config.drafting.by_model, "drafts by a model are not supported so far"),
-        (dummy and config.dummy_weights != "plain", "random weights must be plain"),
-    )
-    if why := next((text for is_so, text in cases if is_so), None):
-        raise ConfigError(f"--quantization packed: {why}; leave it out, and the matrices are widened to 16 bits")
-    assert packed.packed is not None
-    return replace(packed, packed=replace(packed.packed, table_bytes=0.0, table_plain=1.0, on_gpu=True))
+    return spec.expanded() if isinstance(spec, TransformersSpec) else widened(spec)
 
 
 def _packed_on_cpu(spec: ModelSpec, config: EngineConfig) -> ModelSpec:
     """Return the model with its matrices in 4 and 8 bits, if the checkpoint has any and this machine's compiled kernels
     multiply by them."""
-    if not spec.native or config.quantization in ("fp8", "none") or config.load_format == "dummy":
+    if not spec.native or config.quantization is not None or config.load_format == "dummy":
         return spec
     packed = packed_as(spec, config.model_path)
     if packed.packed is None:
-        if config.quantization == "packed":
-            raise ConfigError("--quantization packed: this checkpoint has no matrices in 4 or 8 bits; leave it out")
         return spec
     if (why := start_native(config.cache_path)) is None:
         return packed
@@ -423,8 +387,6 @@ def _plan(
         excluded = "pipelines need the triton attention back end"
     elif config.enforce_eager:
         excluded = "pipelines run in CUDA graphs: leave out --enforce-eager"
-    elif spec.packed is not None:
-        excluded = "a model in 4 and 8 bits runs serially"
     elif config.drafting is not None and config.drafting.by_model:
         excluded = "a model that drafts reads the stream of whole iterations"
     elif spec.recurrent:
