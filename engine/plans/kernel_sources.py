@@ -13,11 +13,11 @@ DENSE = (
     "attention/decode_attention", "attention/decode_hopper", "attention/decode_workspace", "attention/output",
     "attention/prefill_attention", "attention/prefill_hopper", "attention/scores", "attention/triton_backend",
     "attention/work_lists", "common/block_sizes", "common/dependent_launch", "common/hopper", "formats/fp8_gluon",
-    "formats/fp8_triton", "matmul/embedding", "matmul/fp8_rows", "matmul/gemm", "matmul/gemm_activations",
-    "matmul/gemm_config", "matmul/gemm_h200.json", "matmul/gemm_hopper", "matmul/gemm_launch", "matmul/gemm_tiles",
-    "matmul/gemm_triton", "matmul/heads", "matmul/mid_config", "matmul/mid_epilogues", "matmul/mid_h200.json",
-    "matmul/mid_hopper", "matmul/mid_projections", "matmul/mid_rule", "matmul/mid_table", "matmul/projections",
-    "matmul/rows", "sampling/resident", "sampling/sampler",
+    "formats/fp8_triton", "matmul/adapter_depth", "matmul/embedding", "matmul/fp8_rows", "matmul/gemm",
+    "matmul/gemm_activations", "matmul/gemm_config", "matmul/gemm_h200.json", "matmul/gemm_hopper",
+    "matmul/gemm_launch", "matmul/gemm_tiles", "matmul/gemm_triton", "matmul/heads", "matmul/mid_config",
+    "matmul/mid_epilogues", "matmul/mid_h200.json", "matmul/mid_hopper", "matmul/mid_projections", "matmul/mid_rule",
+    "matmul/mid_table", "matmul/projections", "matmul/rows", "sampling/resident", "sampling/sampler",
 )  # fmt: skip
 """Every plan depends on these."""
 FP8 = (
