@@ -186,8 +186,8 @@ class EngineConfig(BaseModel):
     """vLLM's JSON instead of --speculation, such as {"method": "eagle3", "model": DIR}; keys that weft does not support
     are refused"""
     batch_invariant: bool = False
-    """make a request's tokens and log-probabilities independent of the batch; slower. Preemption and cached prefixes
-    may still change the last bits"""
+    """make a request's tokens and log-probabilities independent of the batch; slower. Preemption may still
+    change the last bits of a model with recurrent layers"""
     enforce_eager: bool = False
     """run without CUDA graphs and without a nano-batch plan, for debugging; slower. No effect on a CPU"""
     cache_dir: str | None = Field(None, min_length=1)

@@ -17,6 +17,7 @@ from harness import GREEDY, Harness
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from list_device import VOCAB, ListEngine, next_token
+from noted_drafts import noted_drafts
 from safetensors.torch import load_file, save_file
 
 from weft.engine.config import EngineConfig, Share
@@ -25,7 +26,6 @@ from weft.engine.demo import MODEL_PATH
 from weft.engine.errors import WeftError
 from weft.engine.memory.kv_layout import KvLayout
 from weft.engine.model.directory import read_spec
-from weft.engine.runner.cpu.cpu_runner import CpuRunner
 from weft.engine.runner.iteration.batch import UNDRAFTED, Batch, StepResult
 from weft.engine.runner.options import footprint
 from weft.engine.runner.options.resolve import resolve
@@ -100,22 +100,8 @@ def test_a_draft_model_changes_no_bit_and_the_model_itself_is_always_right(plain
 def test_a_head_drafts_what_the_paper_says_and_changes_no_bit(
     kind: str, heads: dict[str, Path], plain: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    harness, seen = make(drafting("eagle3", heads[kind])), list[tuple[int, int, list[int]]]()
-    runner, slots = harness.engine.runner, harness.engine.scheduler.slots
-    assert isinstance(runner, CpuRunner)
-    assert runner._drafter is not None
-    draft = runner._drafter.draft
-
-    def noted(batch: Batch, token_ids: torch.Tensor) -> None:
-        draft(batch, token_ids)
-        at = 0
-        for row, length in enumerate(batch.query_len[: batch.num_decodes].tolist()):
-            if length > 1:
-                handle = int(slots.handle[batch.slots[row]])
-                seen.append((handle, int(batch.positions[at]) + 1, token_ids[at + 1 : at + length].tolist()))
-            at += length
-
-    monkeypatch.setattr(runner._drafter, "draft", noted)
+    harness = make(drafting("eagle3", heads[kind]))
+    seen = noted_drafts(harness, monkeypatch)
     ask(harness)
     assert same(harness, plain)
     config = json.loads((heads[kind] / "config.json").read_text())

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from harness import GREEDY, Harness
+from noted_drafts import noted_drafts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from weft.engine.errors import WeftError
-from weft.engine.runner.cpu.cpu_runner import CpuRunner
-from weft.engine.runner.iteration.batch import Batch
 
 FAMILIES = ["glm4-moe", "deepseek-v3"]
 DEPTH = 3
@@ -86,21 +85,7 @@ def test_the_layer_changes_no_bit_and_drafts_what_the_paper_says(
 ) -> None:
     plain, harness = make(checkpoint, drafts=False), make(checkpoint, drafts=True)
     ask(plain)
-    runner, slots, seen = harness.engine.runner, harness.engine.scheduler.slots, list[tuple[int, int, list[int]]]()
-    assert isinstance(runner, CpuRunner)
-    assert runner._drafter is not None
-    draft = runner._drafter.draft
-
-    def noted(batch: Batch, token_ids: Tensor) -> None:
-        draft(batch, token_ids)
-        at = 0
-        for row, length in enumerate(batch.query_len[: batch.num_decodes].tolist()):
-            if length > 1:
-                handle = int(slots.handle[batch.slots[row]])
-                seen.append((handle, int(batch.positions[at]) + 1, token_ids[at + 1 : at + length].tolist()))
-            at += length
-
-    monkeypatch.setattr(runner._drafter, "draft", noted)
+    seen = noted_drafts(harness, monkeypatch)
     ask(harness)
     assert (harness.tokens, harness.finish, harness.logprobs) == (plain.tokens, plain.finish, plain.logprobs)
     assert len(seen) > 30
